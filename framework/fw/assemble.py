@@ -1,0 +1,60 @@
+"""The only place that knows the order in which plugins act on a model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from fw.checkpointing.placement import initialise
+from fw.kinds.checkpoint import Reader
+from fw.kinds.model import CausalLM
+from fw.kinds.sharding import Stepper
+from fw.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class Assembly:
+    """A model whose parameters have their values on this rank, and the owner of its step."""
+
+    model: CausalLM
+    stepper: Stepper
+    vocab_size: int
+
+
+def assemble(
+    recipe: Recipe, vocab_size: int, mesh: DeviceMesh | None, device: torch.device, checkpoint: Reader | None = None
+) -> Assembly:
+    """Build, divide, fill and make steppable. Collective; no rank ever holds a full copy that it does not keep.
+
+    Args:
+        vocab_size: rows of the embedding.
+        mesh: of the shape ``recipe.mesh_shape``, or None on a single rank.
+        checkpoint: where weights and optimizer state come from; initial values where None.
+
+    Raises:
+        RunError: the checkpoint does not fit the model.
+    """
+    policy = recipe.precision.policy()
+    with torch.device("meta"):
+        model = recipe.model.build(vocab_size, recipe.attention).to(policy.parameters)
+    if recipe.train.compile:
+        for block in model.blocks:
+            block.compile()
+    recipe.sharding.shard(model, mesh, policy)
+    model.to_empty(device=device)
+    fill(model, recipe.train.seed, checkpoint)
+    stepper = recipe.sharding.stepper(model, mesh, policy, recipe.optimizer.spec(device), recipe.train.gradient_clip_norm)
+    if checkpoint is not None:
+        stepper.load_optimizer_tensors(checkpoint.optimizer(dict(stepper.parameters())))
+    return Assembly(model, stepper, vocab_size)
+
+
+def fill(model: CausalLM, seed: int, checkpoint: Reader | None) -> None:
+    """Give every parameter its value on this rank, read by the slice or drawn by the slice."""
+    if checkpoint is not None:
+        checkpoint.weights({model.hf_name(name): parameter.data for name, parameter in model.named_parameters()})
+        return
+    for name, parameter in model.named_parameters():
+        initialise(parameter.data, name, model.init(name), seed)

@@ -1,0 +1,66 @@
+"""Which part of a tensor this rank keeps, and initial values that do not depend on it."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from fw.kinds.model import Init
+
+Slices = tuple[slice, ...]
+
+_CHUNK = 1 << 16
+"""Elements drawn from one generator. Part of what a seed means: changing it changes every initial weight."""
+
+
+def local_part(tensor: Tensor) -> tuple[Tensor, Slices]:
+    """The bytes this rank keeps of ``tensor`` and where they stand in the whole; writing to them writes to ``tensor``."""
+    if not isinstance(tensor, DTensor):
+        return tensor, tuple(slice(0, size) for size in tensor.shape)
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tensor.to_local(), tuple(slice(o, o + s) for o, s in zip(offset, shape, strict=True))
+
+
+@torch.no_grad()
+def initialise(tensor: Tensor, name: str, init: Init, seed: int) -> None:
+    """Fill the rank's part of a parameter, with values that are the same for any number of ranks and any device.
+
+    The flattened whole is cut into chunks, and each chunk has a generator of its own, seeded by seed, name and position. A rank draws
+    the chunks that its rows touch and keeps what it needs of them, so it holds one chunk at a time and never the whole.
+    """
+    local, where = local_part(tensor)
+    if local.numel() == 0:
+        return
+    if not init.std:
+        local.fill_(init.value)
+        return
+    row_size = math.prod(tensor.shape[1:])
+    first, last = where[0].start * row_size, where[0].stop * row_size
+    columns = where[1:]
+    whole_rows = all(s.start == 0 and s.stop == size for s, size in zip(columns, tensor.shape[1:], strict=True))
+    if whole_rows and local.is_contiguous():
+        flat = local.view(-1)
+        for start, values in _chunks(first, last, name, seed):
+            flat[start - first : start - first + values.numel()] = values * init.std
+        return
+    # Cut along other dimensions too: draw a few rows at a time, then keep the columns.
+    for row in range(where[0].start, where[0].stop):
+        values = torch.cat([v for _, v in _chunks(row * row_size, (row + 1) * row_size, name, seed)])
+        local[row - where[0].start] = (values.view(tensor.shape[1:]) * init.std)[columns]
+
+
+def _chunks(first: int, last: int, name: str, seed: int) -> Iterator[tuple[int, Tensor]]:
+    """``(position, standard normal values)`` covering elements ``first … last`` of the flattened parameter."""
+    for chunk in range(first // _CHUNK, -(-last // _CHUNK)):
+        begin = chunk * _CHUNK
+        digest = hashlib.sha256(f"{seed}/{name}/{chunk}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+        values = torch.randn(_CHUNK, generator=generator, dtype=torch.float32)
+        low, high = max(first, begin), min(last, begin + _CHUNK)
+        yield low, values[low - begin : high - begin]

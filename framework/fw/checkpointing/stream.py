@@ -1,0 +1,112 @@
+"""safetensors files written one tensor at a time and hashed as they go: no more than one whole tensor is ever in memory.
+
+Format: https://huggingface.co/docs/safetensors (8 bytes of header length, JSON header, then the tensors back to back).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+@dataclass(frozen=True)
+class Digest:
+    """Size in bytes and SHA-256 of a file."""
+
+    size: int
+    sha256: str
+
+
+def size_bytes(tensor: Tensor) -> int:
+    """Bytes of the whole tensor, also where only a shard is here."""
+    return tensor.numel() * tensor.element_size()
+
+
+class SafetensorsWriter:
+    """Writes the announced tensors in the announced order."""
+
+    def __init__(self, path: Path, tensors: Mapping[str, Tensor]) -> None:
+        """``tensors`` announces names, shapes and dtypes; the values are given to :meth:`write`."""
+        header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+        offset = 0
+        for name, tensor in tensors.items():
+            end = offset + size_bytes(tensor)
+            header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, end]}
+            offset = end
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        self._hash = hashlib.sha256()
+        self._size = 0
+        self.digest = Digest(0, "")
+        self._file = path.open("wb")
+        self._put(struct.pack("<Q", len(text)) + text)
+
+    def _put(self, data: bytes | memoryview) -> None:
+        self._file.write(data)
+        self._hash.update(data)
+        self._size += len(data)
+
+    def write(self, tensor: Tensor) -> None:
+        """Append the next tensor, whole."""
+        flat = tensor.detach().to("cpu").contiguous().reshape(-1)
+        if flat.numel():
+            self._put(memoryview(flat.view(torch.uint8).numpy()))
+
+    def close(self) -> None:
+        """Make the file durable; :attr:`digest` is set then."""
+        try:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self.digest = Digest(self._size, self._hash.hexdigest())
+        finally:
+            self._file.close()
+
+
+def split(tensors: Mapping[str, Tensor], stem: str, max_bytes: int) -> dict[str, list[str]]:
+    """File names and the tensors in each, in order, none above ``max_bytes`` unless a single tensor is.
+
+    One file is ``<stem>.safetensors``; several are ``<stem>-00001-of-0000N.safetensors``, as Hugging Face names them.
+    """
+    groups: list[list[str]] = [[]]
+    filled = 0
+    for name, tensor in tensors.items():
+        size = size_bytes(tensor)
+        if groups[-1] and filled + size > max_bytes:
+            groups.append([])
+            filled = 0
+        groups[-1].append(name)
+        filled += size
+    if len(groups) == 1:
+        return {f"{stem}.safetensors": groups[0]}
+    return {f"{stem}-{i:05d}-of-{len(groups):05d}.safetensors": group for i, group in enumerate(groups, start=1)}
+
+
+def index(files: Mapping[str, Sequence[str]], tensors: Mapping[str, Tensor]) -> dict[str, object]:
+    """What goes into ``<stem>.safetensors.index.json``."""
+    return {
+        "metadata": {"total_size": sum(size_bytes(t) for t in tensors.values())},
+        "weight_map": {name: file for file, names in files.items() for name in names},
+    }

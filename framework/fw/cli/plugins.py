@@ -1,0 +1,127 @@
+"""List plugins of all distributions without importing them, and describe one."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+
+from fw.errors import UserError, did_you_mean
+
+EXAMPLES = """examples:
+  fw plugins list
+  fw plugins list sharding --json
+  fw plugins show optimizer adamw"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The actions ``list`` and ``show``."""
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+    listing = actions.add_parser("list", help="what is installed, and whether it can be used")
+    listing.add_argument("kind", nargs="?", metavar="KIND", help="only this kind")
+    listing.add_argument("--json", action="store_true", help="print JSON")
+    listing.add_argument("--import", dest="imported", action="store_true", help="import each plugin too, which shows what only then fails")
+    show = actions.add_parser("show", help="options of a plugin, with types, defaults and documentation")
+    show.add_argument("kind", metavar="KIND")
+    show.add_argument("name", metavar="NAME")
+    show.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Dispatch."""
+    return _list(options) if options.action == "list" else _show(options)
+
+
+def _list(options: argparse.Namespace) -> int:
+    from fw import registry
+    from fw.kinds import KINDS
+
+    kinds = dict.fromkeys([*KINDS, *registry.kinds_found()])
+    if options.kind is not None:
+        _known(options.kind, kinds)
+        kinds = {options.kind: None}
+    rows = []
+    for kind in kinds:
+        for line in registry.listing(kind):
+            problem = line.problem or (_import_problem(kind, line.entry.name) if options.imported else "")
+            if kind not in KINDS:
+                problem = problem or f"fw has no kind '{kind}'{did_you_mean(kind, KINDS)}"
+            entry = line.entry
+            rows.append(
+                {
+                    "kind": kind,
+                    "name": entry.name,
+                    "distribution": entry.distribution,
+                    "version": entry.version,
+                    "api": line.api,
+                    "available": not problem,
+                    "problem": problem,
+                    "summary": line.summary,
+                }
+            )
+    if options.json:
+        print(json.dumps(rows, indent=1))
+        return 0
+    table = [("KIND", "NAME", "DISTRIBUTION", "API", "AVAILABLE", "")]
+    for row in rows:
+        state = "yes" if row["available"] else "no"
+        text = row["summary"] if row["available"] else row["problem"]
+        table.append((row["kind"], row["name"], f"{row['distribution']} {row['version']}", str(row["api"] or "?"), state, text))
+    widths = [max(len(line[column]) for line in table) for column in range(5)]
+    for line in table:
+        print("  ".join(cell.ljust(width) for cell, width in zip(line, [*widths, 0], strict=True)).rstrip())
+    return 0
+
+
+def _show(options: argparse.Namespace) -> int:
+    from fw import registry
+    from fw.config import options_of
+    from fw.kinds import KINDS
+
+    _known(options.kind, KINDS)
+    cls = registry.load(options.kind, options.name, KINDS[options.kind].load_contract())
+    entry = registry.entries(options.kind, options.name)[0]
+    fields = options_of(cls.Config)
+    rules = [("requires", rule) for rule in cls.requires] + [("conflicts with", rule) for rule in cls.conflicts]
+    doc = " ".join((cls.__doc__ or "").split())
+    if options.json:
+        described = {
+            "kind": options.kind,
+            "name": options.name,
+            "distribution": entry.distribution,
+            "version": entry.version,
+            "api": cls.api,
+            "doc": doc,
+            "options": [dataclasses.asdict(field) for field in fields],
+            "rules": [{"rule": word, **dataclasses.asdict(rule)} for word, rule in rules],
+        }
+        print(json.dumps(described, indent=1))
+        return 0
+    print(f"{options.kind} '{options.name}'  ({entry.distribution} {entry.version}, api {cls.api}, {entry.target})\n\n{doc}\n")
+    for word, rule in rules:
+        print(f"{word} {rule.kind} {', '.join(rule.names)}: {rule.because}")
+    for field in fields:
+        print(f"  {field.name}: {field.type} = {field.default}\n      {field.doc}")
+    if not fields:
+        print("  no options")
+    return 0
+
+
+def _known(kind: str, kinds: object) -> None:
+    names = list(kinds)  # type: ignore[call-overload]
+    if kind not in names:
+        raise UserError(f"unknown kind '{kind}'{did_you_mean(kind, names)} (there are: {', '.join(names)})")
+
+
+def _import_problem(kind: str, name: str) -> str:
+    from fw import registry
+    from fw.errors import FwError
+    from fw.kinds import KINDS
+
+    if kind not in KINDS:
+        return ""
+    try:
+        registry.load(kind, name, KINDS[kind].load_contract())
+    except FwError as error:
+        return str(error)
+    return ""

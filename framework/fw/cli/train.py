@@ -1,0 +1,28 @@
+"""Train what a config describes.
+
+Starts launch.devices ranks on this host by itself; under torchrun or srun it is one of their ranks. Ctrl-C and SIGTERM save a
+checkpoint and end the run (exit codes 130 and 75).
+"""
+
+from __future__ import annotations
+
+import argparse
+
+EXAMPLES = """examples:
+  fw train configs/quickstart.yaml
+  fw train configs/quickstart.yaml sharding=fsdp launch.devices=2 train.max_steps=20
+  fw train configs/quickstart.yaml resume=auto
+  torchrun --nproc-per-node 2 -m fw train configs/quickstart.yaml sharding=ddp"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """A config and overrides."""
+    parser.add_argument("config", help="a YAML file")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="values that win over the file's")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Train; returns the run's exit code."""
+    from fw.training.run import train
+
+    return train(options.config, *options.overrides).exit_code

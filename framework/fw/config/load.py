@@ -1,0 +1,162 @@
+"""Layers: the files a config extends, the file itself, then the overrides; later layers win, lists replace.
+
+A section is ``kind: name`` or ``kind: {name: …, options}``. A layer that names another plugin replaces the section, since the options of
+one plugin mean nothing to another; a layer that only gives options merges into it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path as FilePath
+from typing import Any
+
+from fw.config import yaml_source
+from fw.config.origin import DEFAULT, Origin, Path, override
+from fw.errors import UserError
+
+
+@dataclass(frozen=True)
+class Config:
+    """A layered config, values untyped and interpolations unresolved, each with its origin.
+
+    ``name`` is the main file's stem; ``tree`` maps sections to their content; ``origins`` maps every path to where it was set.
+    """
+
+    name: str
+    tree: Mapping[str, Any]
+    origins: Mapping[Path, Origin]
+    files: tuple[str, ...] = ()
+    overrides: tuple[str, ...] = ()
+    text: str = field(default="", repr=False)
+
+    def origin(self, path: Path) -> Origin:
+        """The origin of ``path``, or of the nearest section around it that was written, or :data:`DEFAULT`."""
+        for length in range(len(path), 0, -1):
+            if path[:length] in self.origins:
+                return self.origins[path[:length]]
+        return DEFAULT
+
+    def was_set(self, *path: str) -> bool:
+        """Whether the user gave this value, in a file or as an override."""
+        return path in self.origins
+
+
+def load(file: str | FilePath, overrides: Sequence[str] = ()) -> Config:
+    """Read ``file``, what it extends, and ``key=value`` overrides.
+
+    Raises:
+        UserError: a missing file, malformed YAML, a cycle of ``extends``, or a malformed override.
+    """
+    path = FilePath(file)
+    layers = _Layers()
+    text = layers.add_file(path, ())
+    for item in overrides:
+        layers.add_override(item)
+    return Config(path.stem, layers.tree, layers.origins, tuple(layers.files), tuple(overrides), text)
+
+
+class _Layers:
+    def __init__(self) -> None:
+        self.tree: dict[str, Any] = {}
+        self.origins: dict[Path, Origin] = {}
+        self.files: list[str] = []
+
+    def add_file(self, file: FilePath, opened: tuple[FilePath, ...]) -> str:
+        """Add what ``file`` extends, then the file; returns its text."""
+        real = file.resolve()
+        if real in opened:
+            chain = " → ".join(p.name for p in (*opened[opened.index(real) :], real))
+            raise UserError(f"{file}: 'extends' goes in a circle: {chain}")
+        tree, origins, text = yaml_source.read_file(file)
+        bases = tree.pop("extends", [])
+        for base in [bases] if isinstance(bases, str) else bases:
+            if not isinstance(base, str):
+                raise UserError(f"{origins[('extends',)]}: 'extends' takes a file or a list of files")
+            base_file = file.parent / base
+            if not base_file.is_file():
+                raise UserError(f"{origins[('extends',)]}: extends '{base}', which is no file ({base_file})")
+            self.add_file(base_file, (*opened, real))
+        self.files.append(str(file))
+        for section, value in tree.items():
+            self._merge((section,), value, {p: o for p, o in origins.items() if p[0] == section})
+        return text
+
+    def add_override(self, text: str) -> None:
+        key, equals, value_text = text.partition("=")
+        parts = tuple(key.strip().split("."))
+        if not equals or not all(parts):
+            raise UserError(f"override '{text}' is not of the form key=value, like train.max_steps=100")
+        if parts == ("extends",):
+            raise UserError("'extends' belongs in a file; give the other file's values as overrides, or write a file that extends it")
+        origin = override(text)
+        value = yaml_source.parse_value(value_text)
+        tree: Any = value
+        origins = {parts[:n]: origin for n in range(len(parts), len(parts) + 1)}
+        if isinstance(value, Mapping | list):
+            for sub in _paths(value):
+                origins[(*parts, *sub)] = origin
+        if len(parts) > 1 and isinstance(self.tree.get(parts[0]), list):
+            self._set_in_list(parts, value, origins, text)
+            return
+        for part in reversed(parts[1:]):
+            tree = {part: tree}
+        self._merge((parts[0],), tree, origins)
+
+    def _set_in_list(self, parts: Path, value: Any, origins: dict[Path, Origin], text: str) -> None:
+        """``logger.0.option=value``: an index, or the name of an item, picks the item of a list."""
+        items: list[Any] = self.tree[parts[0]]
+        names = [item.get("name") if isinstance(item, Mapping) else item for item in items]
+        pick = parts[1]
+        index = int(pick) if pick.isdigit() else names.index(pick) if pick in names else -1
+        if not 0 <= index < len(items):
+            raise UserError(f"override '{text}': '{parts[0]}' is a list of {names}; pick one of them by name or by number from 0")
+        if len(parts) == 2:
+            items[index] = value
+        else:
+            item = items[index]
+            node = items[index] = {"name": item} if isinstance(item, str) else item
+            for part in parts[2:-1]:
+                node = node.setdefault(part, {})
+            node[parts[-1]] = value
+        self.origins.update({(p[0], str(index), *p[2:]): o for p, o in origins.items()})
+
+    def _merge(self, path: Path, value: Any, origins: Mapping[Path, Origin]) -> None:
+        """Merge one top-level section."""
+        section = path[0]
+        old = self.tree.get(section)
+        if isinstance(value, Mapping):
+            if isinstance(old, str) and ("name" not in value or value["name"] == old):
+                old = {"name": old}
+                self.origins.setdefault((section, "name"), self.origins.get((section,), DEFAULT))
+            same_plugin = isinstance(old, Mapping) and value.get("name") in (None, old.get("name"))
+            if isinstance(old, Mapping) and (same_plugin or "name" not in old):
+                self.tree[section] = _deep_merge(old, value)
+                self.origins.update(origins)
+                return
+        self.tree[section] = copy.deepcopy(value)
+        for known in [p for p in self.origins if p[0] == section]:
+            del self.origins[known]
+        self.origins.update(origins)
+
+
+def _deep_merge(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(old)
+    for key, value in new.items():
+        before = merged.get(key)
+        if isinstance(before, Mapping) and isinstance(value, Mapping):
+            merged[key] = _deep_merge(before, value)
+        else:
+            merged[key] = copy.deepcopy(value)
+    return merged
+
+
+def _paths(value: Any) -> list[Path]:
+    """Every path inside a nested value."""
+    items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
+    found: list[Path] = []
+    for key, inner in items:
+        found.append((str(key),))
+        found.extend((str(key), *rest) for rest in _paths(inner))
+    return found

@@ -1,0 +1,141 @@
+"""Giving a section its types: untyped values are merged into a dataclass, and what does not fit is refused with its place."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import textwrap
+import typing
+from collections.abc import Mapping
+from functools import cache
+from typing import Any, TypeVar
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
+
+from fw.config.load import Config
+from fw.config.origin import Path
+from fw.errors import UserError, did_you_mean
+
+T = TypeVar("T")
+
+
+def fill(cls: type[T], config: Config, path: Path, values: Mapping[str, Any], resolved: DictConfig) -> T:
+    """Build ``cls`` from ``values`` found at ``path``.
+
+    Args:
+        cls: a dataclass; its field types are the schema.
+        values: the user's values, by field.
+        resolved: the whole tree with defaults in it, against which ``${…}`` is resolved.
+
+    Raises:
+        UserError: an unknown key, a value of the wrong type, an interpolation that leads nowhere, or what the dataclass refuses.
+    """
+    _check_keys(cls, config, path, values)
+    node = OmegaConf.structured(cls)
+    node._set_parent(resolved)
+    for key, value in values.items():
+        _assign(node, cls, key, value, config, (*path, key))
+    try:
+        made = OmegaConf.to_object(node)
+    except InterpolationKeyError as error:
+        raise UserError(f"{config.origin(path)}: {'.'.join(path)}: {_first_line(error)}") from None
+    except OmegaConfBaseException as error:
+        raise UserError(f"{config.origin(path)}: {error.full_key or '.'.join(path)}: {_first_line(error)}") from None
+    except UserError as error:
+        raise UserError(f"{_place(config, path, str(error))}: {error}") from None
+    except ValueError as error:
+        raise UserError(f"{_place(config, path, str(error))}: {'.'.join(path)}: {error}") from None
+    assert isinstance(made, cls)
+    return made
+
+
+def _place(config: Config, path: Path, message: str) -> str:
+    """The origin of the option a message names, else of its section."""
+    for known in sorted((p for p in config.origins if p[: len(path)] == path), key=len, reverse=True):
+        if known != path and (".".join(known) in message or f"{known[-1]}" in message.split()):
+            return str(config.origins[known])
+    return str(config.origin(path))
+
+
+def _assign(node: DictConfig, cls: type, key: str, value: Any, config: Config, path: Path) -> None:
+    place = f"{config.origin(path)}: {'.'.join(path)}"
+    try:
+        field = OmegaConf.merge(node, {key: value})
+        node[key] = field._get_node(key)
+        OmegaConf.select(node, key)  # resolves an interpolation now, so that its error has this place
+    except InterpolationKeyError as error:
+        raise UserError(f"{place}: {_first_line(error)}") from None
+    except OmegaConfBaseException as error:
+        hint = typing.get_type_hints(cls).get(key)
+        name = hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", "")
+        text = _first_line(error)
+        if "could not be converted" in text or "Incompatible value" in text or "incompatible with" in text or "Invalid value assigned" in text:
+            text = f"{value!r} is not of type {name}"
+        raise UserError(f"{place}: {text}") from None
+
+
+def _check_keys(cls: type, config: Config, path: Path, values: Mapping[str, Any]) -> None:
+    """Refuse unknown keys, nested dataclasses included, before OmegaConf does, so that the message has the file and line."""
+    hints = typing.get_type_hints(cls)
+    names = [f.name for f in dataclasses.fields(cls)]
+    for key, value in values.items():
+        if key not in names:
+            where = ".".join(path)
+            raise UserError(
+                f"{config.origin((*path, key))}: unknown key '{key}' in '{where}'{did_you_mean(key, names)}"
+                f" (it has: {', '.join(names) or 'no options'})"
+            )
+        hint = hints[key]
+        if dataclasses.is_dataclass(hint) and isinstance(hint, type) and isinstance(value, Mapping):
+            _check_keys(hint, config, (*path, key), value)
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).splitlines()[0] if str(error) else type(error).__name__
+    return text[0].lower() + text[1:]
+
+
+@dataclasses.dataclass(frozen=True)
+class Option:
+    """One documented field of a schema."""
+
+    name: str
+    type: str
+    default: str
+    doc: str
+
+
+@cache
+def options_of(cls: type) -> tuple[Option, ...]:
+    """The fields of a dataclass with their types, defaults and the docstring under each, for help texts and documentation."""
+    hints = typing.get_type_hints(cls)
+    docs: dict[str, str] = {}
+    for base in reversed(cls.__mro__[:-1]):
+        docs.update(_field_docs(base))
+    found = []
+    for field in dataclasses.fields(cls):
+        if field.default is not dataclasses.MISSING:
+            default = repr(field.default)
+        elif field.default_factory is not dataclasses.MISSING:
+            default = repr(field.default_factory())
+        else:
+            default = "(required)"
+        hint = hints[field.name]
+        name = hint.__name__ if isinstance(hint, type) and not typing.get_args(hint) else str(hint).replace("typing.", "")
+        found.append(Option(field.name, name, default, docs.get(field.name, "")))
+    return tuple(found)
+
+
+def _field_docs(cls: type) -> dict[str, str]:
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))
+    except (OSError, TypeError, SyntaxError):
+        return {}
+    body = tree.body[0].body if isinstance(tree.body[0], ast.ClassDef) else []
+    docs = {}
+    for statement, after in zip(body, body[1:], strict=False):
+        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name) and isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
+            docs[statement.target.id] = " ".join(str(after.value.value).split())
+    return docs

@@ -1,0 +1,92 @@
+"""The sections that belong to no plugin: ``train``, ``launch`` and ``memory``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from fw.config.size import parse_size
+from fw.errors import UserError
+
+
+def _at_least(section: str, values: dict[str, float], minimum: float) -> None:
+    for name, value in values.items():
+        if value < minimum:
+            raise UserError(f"{section}.{name}: {value} is too small; the least is {minimum}")
+
+
+@dataclass
+class TrainSection:
+    """How long and in what portions the model is trained."""
+
+    max_steps: int = 1000
+    """Optimizer steps in all; a resumed run counts those before it. No effect on memory."""
+    global_batch_size: int = 8
+    """Sequences per optimizer step over all ranks and accumulated micro-batches. No effect on memory: the micro-batch bounds it."""
+    micro_batch_size: int | None = None
+    """Sequences per forward and backward on one rank; what remains of the global batch is accumulated. Activation memory grows in
+    proportion. Empty for a rank's whole share at once."""
+    sequence_length: int = 512
+    """Tokens per sequence. Activation memory grows in proportion (and with its square where attention is `eager`)."""
+    gradient_clip_norm: float = 1.0
+    """Largest global L2 norm of the gradient over all ranks; 0 switches clipping off. No effect on memory."""
+    seed: int = 0
+    """Seed of the initial weights, the order of the data and dropout. Weights and order do not depend on the number of ranks."""
+    compile: bool = False
+    """Compile each block with torch.compile: slower start, usually faster steps and fewer temporary bytes."""
+    log_every: int = 1
+    """Steps between two rows of metrics; each costs one synchronisation with the device."""
+    val_every: int = 100
+    """Steps between two passes over the validation split, and one at the end; 0 switches validation off."""
+    save_every: int = 500
+    """Steps between two checkpoints, and one at the end or on Ctrl-C and SIGTERM; 0 writes none at all."""
+    run_dir: str = ""
+    """Directory of the run, used as given; empty for `runs/<config name>` under the current directory."""
+    sample_prompt: str = ""
+    """Text that the sample at the end continues; empty for a prompt taken from the validation split."""
+    sample_tokens: int = 128
+    """Tokens of sample text generated at the end; 0 for none."""
+
+    def __post_init__(self) -> None:
+        _at_least("train", {k: getattr(self, k) for k in ("max_steps", "global_batch_size", "sequence_length", "log_every")}, 1)
+        if self.micro_batch_size is not None:
+            _at_least("train", {"micro_batch_size": self.micro_batch_size}, 1)
+        _at_least("train", {k: getattr(self, k) for k in ("gradient_clip_norm", "val_every", "save_every", "seed", "sample_tokens")}, 0)
+
+
+@dataclass
+class LaunchSection:
+    """Where the ranks run. Under torchrun or srun the processes exist already and their number is taken from there."""
+
+    devices: int = 1
+    """Ranks on each host: one per GPU, or processes on the CPU."""
+    nodes: int = 1
+    """Hosts. With more than one, start the same command on each of them."""
+    rendezvous: str = ""
+    """`host:port` on which the hosts find each other; needed with more than one host."""
+    accelerator: Literal["auto", "cpu", "cuda"] = "auto"
+    """`auto` takes CUDA where it is available."""
+    timeout: int = 1800
+    """Seconds after which a collective that does not complete fails the run."""
+
+    def __post_init__(self) -> None:
+        _at_least("launch", {"devices": self.devices, "nodes": self.nodes, "timeout": self.timeout}, 1)
+        if self.nodes > 1 and ":" not in self.rendezvous:
+            raise UserError(f"launch.nodes: {self.nodes} hosts need launch.rendezvous=HOST:PORT, an address on one of them")
+
+
+@dataclass
+class MemorySection:
+    """What the run may take."""
+
+    budget: str = ""
+    """Memory per rank, like `24GiB`. The summary sets the measured peak beside it and says by how much it was exceeded; empty for none."""
+
+    def __post_init__(self) -> None:
+        if self.budget:
+            parse_size(self.budget)
+
+    @property
+    def budget_bytes(self) -> int | None:
+        """The budget in bytes, or None where there is none."""
+        return parse_size(self.budget) if self.budget else None

@@ -1,0 +1,109 @@
+"""YAML text → a plain tree and the line of every key.
+
+YAML 1.2's core schema: ``on``, ``off``, ``yes`` and ``no`` are strings, ``1e-3`` is a number. A key given twice is refused.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path as FilePath
+from typing import Any
+
+import yaml
+
+from fw.config.origin import Origin, Path
+from fw.errors import UserError
+
+
+class _CoreLoader(yaml.SafeLoader):
+    """PyYAML's safe loader with the scalars of YAML 1.2 instead of 1.1."""
+
+    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
+
+
+for _tag, _pattern, _first in (
+    ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
+    ("int", r"[-+]?[0-9][0-9_]*|0o[0-7]+|0x[0-9a-fA-F]+", "-+0123456789"),
+    ("float", r"[-+]?(\.[0-9]+|[0-9][0-9_]*(\.[0-9_]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)", "-+0123456789."),
+    ("null", r"~|null|Null|NULL|", "~nN\0"),
+    ("merge", r"<<", "<"),
+):
+    _CoreLoader.add_implicit_resolver(
+        f"tag:yaml.org,2002:{_tag}", re.compile(rf"^(?:{_pattern})$"), [c if c != "\0" else "" for c in _first]
+    )
+
+
+def _integer(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
+    # YAML 1.1 would read 010 as octal 8.
+    text = loader.construct_scalar(node).replace("_", "")
+    return int(text, 0) if text.lower().startswith(("0x", "0o")) else int(text)
+
+
+_CoreLoader.add_constructor("tag:yaml.org,2002:int", _integer)
+
+
+def read_file(file: FilePath) -> tuple[dict[str, Any], dict[Path, Origin], str]:
+    """Parse one file.
+
+    Returns:
+        the tree, the origin of every key in it, and the text as it stands in the file.
+
+    Raises:
+        UserError: missing or unreadable file, malformed YAML, a duplicate key, or a top level that is no mapping.
+    """
+    try:
+        text = file.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise UserError(f"{file}: no such file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{file}: cannot be read: {error}") from None
+    tree, origins = parse(text, str(file))
+    return tree, origins, text
+
+
+def parse(text: str, source: str) -> tuple[dict[str, Any], dict[Path, Origin]]:
+    """Parse YAML text; ``source`` names it in errors and origins."""
+    loader = _CoreLoader(text)
+    try:
+        node = loader.get_single_node()
+        if node is None:
+            return {}, {}
+        if not isinstance(node, yaml.MappingNode):
+            raise UserError(f"{source}:{node.start_mark.line + 1}: a config is a mapping of sections, like 'model: llama'")
+        origins: dict[Path, Origin] = {}
+        _collect(node, (), source, origins)
+        tree = loader.construct_document(node)
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else 0
+        raise UserError(f"{source}:{line}: not valid YAML: {error.problem or error.context}") from None
+    finally:
+        loader.dispose()
+    return tree, origins
+
+
+def parse_value(text: str) -> Any:
+    """The value of an override, by the same rules as in a file; text that is no YAML stays a string."""
+    loader = _CoreLoader(text)
+    try:
+        return loader.get_single_data()
+    except yaml.YAMLError:
+        return text
+    finally:
+        loader.dispose()
+
+
+def _collect(node: yaml.Node, path: Path, source: str, origins: dict[Path, Origin]) -> None:
+    if isinstance(node, yaml.MappingNode):
+        for key_node, value_node in node.value:
+            key = str(key_node.value)
+            place = (*path, key)
+            line = key_node.start_mark.line + 1
+            if place in origins and key != "<<":
+                raise UserError(f"{source}:{line}: '{'.'.join(place)}' is given twice (first in line {origins[place].line})")
+            origins[place] = Origin(source, line)
+            _collect(value_node, place, source, origins)
+    elif isinstance(node, yaml.SequenceNode):
+        for index, item in enumerate(node.value):
+            place = (*path, str(index))
+            origins[place] = Origin(source, item.start_mark.line + 1)
+            _collect(item, place, source, origins)

@@ -1,0 +1,43 @@
+"""The kinds of plugin: which there are, what each decides, and where its contract stands. Importing this imports no contract."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+
+from fw.registry import Plugin
+
+
+@dataclass(frozen=True)
+class Kind:
+    """``default`` is the plugin taken where a config names none, ``None`` where a config must; ``many`` where a list is allowed."""
+
+    name: str
+    decides: str
+    contract: str
+    default: str | None
+    many: bool = False
+
+    def load_contract(self) -> type[Plugin]:
+        """Import the contract's class."""
+        module, _, name = self.contract.partition(":")
+        cls: type[Plugin] = getattr(importlib.import_module(module), name)
+        return cls
+
+
+KINDS: dict[str, Kind] = {
+    kind.name: kind
+    for kind in (
+        Kind("model", "architecture and size", "fw.kinds.model:ModelPlugin", None),
+        Kind("attention", "how attention is computed", "fw.kinds.attention:AttentionPlugin", "sdpa"),
+        Kind("data", "where tokens come from", "fw.kinds.data:DataPlugin", None),
+        Kind("objective", "what is minimised", "fw.kinds.objective:ObjectivePlugin", "causal_lm"),
+        Kind("precision", "dtypes of parameters, compute and reduction; loss scaling", "fw.kinds.precision:PrecisionPlugin", "fp32"),
+        Kind("sharding", "how ranks divide the model", "fw.kinds.sharding:ShardingPlugin", "single"),
+        Kind("optimizer", "the update rule", "fw.kinds.optimizer:OptimizerPlugin", "adamw"),
+        Kind("schedule", "the learning rate over time", "fw.kinds.schedule:SchedulePlugin", "constant"),
+        Kind("checkpoint", "how state reaches disk and comes back", "fw.kinds.checkpoint:CheckpointPlugin", "safetensors"),
+        Kind("logger", "where metrics go", "fw.kinds.logger:LoggerPlugin", "csv", many=True),
+        Kind("launcher", "how processes start", "fw.kinds.launcher:LauncherPlugin", "local"),
+    )
+}

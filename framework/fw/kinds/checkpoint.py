@@ -1,0 +1,94 @@
+"""The contract of ``checkpoint``: how state reaches disk and comes back."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from fw.registry import Plugin
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What a checkpoint holds.
+
+    Attributes:
+        step: optimizer steps done.
+        weights: by Hugging Face name; DTensors where sharded.
+        optimizer: by ``<parameter>/<key>``.
+        rng: generator states of this rank, uint8, by name.
+        state: everything else a resume needs, as JSON; equal on every rank.
+        write_files: writes config.json, tokenizer and the run's configuration into a directory; called on the first rank only.
+    """
+
+    step: int
+    weights: Mapping[str, Tensor]
+    optimizer: Mapping[str, Tensor]
+    rng: Mapping[str, Tensor]
+    state: Mapping[str, Any]
+    write_files: Callable[[Path], None]
+
+
+class Reader(ABC):
+    """An opened checkpoint. Tensors are read by the slice, never whole where a rank keeps a part."""
+
+    path: Path
+
+    @abstractmethod
+    def verify(self) -> None:
+        """Read everything and compare it with what was written; called on the first rank.
+
+        Raises:
+            RunError: what is missing or damaged, by name.
+        """
+
+    @abstractmethod
+    def weights(self, targets: Mapping[str, Tensor]) -> None:
+        """Fill ``targets`` (by Hugging Face name, placed as the rank keeps them) in place.
+
+        Raises:
+            RunError: names missing or unexpected, shapes that differ; all are listed.
+        """
+
+    @abstractmethod
+    def optimizer(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Optimizer tensors by ``<parameter>/<key>``, those shaped like a parameter placed like it."""
+
+    @abstractmethod
+    def state(self) -> dict[str, Any]:
+        """:attr:`Snapshot.state`."""
+
+    @abstractmethod
+    def rng(self, rank: int) -> dict[str, Tensor]:
+        """:attr:`Snapshot.rng` of a rank; empty where the checkpoint has no such rank."""
+
+
+class CheckpointPlugin(Plugin):
+    """Decides the format."""
+
+    kind: ClassVar[str] = "checkpoint"
+
+    @abstractmethod
+    def save(self, directory: Path, snapshot: Snapshot) -> Path:
+        """Write ``directory/step-…`` and move ``directory/latest`` to it. Collective; returns when the checkpoint is durable.
+
+        Raises:
+            RunError: it could not be written; what was there before is untouched.
+        """
+
+    @abstractmethod
+    def latest(self, directory: Path) -> Path | None:
+        """The newest whole checkpoint in ``directory``, or None where there is none."""
+
+    @abstractmethod
+    def open(self, path: Path) -> Reader:
+        """Open a checkpoint: a step directory, or ``latest``.
+
+        Raises:
+            UserError: the path is no checkpoint of this format, or not whole.
+        """

@@ -1,0 +1,91 @@
+"""The contract of ``data``: a tokenizer and two indexed sets of samples. Order, sharing among ranks and resuming are the core's."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, Protocol
+
+from torch import Tensor
+
+from fw.registry import Plugin
+
+Sample = dict[str, Tensor]
+"""``input_ids`` and ``labels``, int64 ``[L]``; ``labels[i]`` is the token to predict from ``input_ids[: i + 1]``, -100 for none."""
+
+IGNORED = -100
+"""The label of a position that nothing is predicted at."""
+
+Say = Callable[[str], None]
+
+
+class Tokenizer(Protocol):
+    """Text to ids and back."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of ids; all are below it."""
+
+    @property
+    def eos_id(self) -> int:
+        """The id that ends a document."""
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text, no special tokens added."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of the ids, special tokens left out."""
+
+    def save(self, directory: Path) -> None:
+        """Write ``tokenizer.json`` and ``tokenizer_config.json`` as transformers reads them."""
+
+
+class Samples(Protocol):
+    """A set of samples that can be read in any order, from any rank."""
+
+    def __len__(self) -> int:
+        """How many."""
+
+    def __getitem__(self, index: int) -> Sample:
+        """The sample; equal on every rank and in every run."""
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """What :meth:`DataPlugin.open` gives.
+
+    Attributes:
+        fingerprint: changes when samples or tokenizer do; a run resumes only on the data it began with.
+        val_bytes: bytes of text the validation labels stand for, so that a loss becomes bits per byte.
+        train_text, val_text: documents for baselines and prompts, read lazily.
+    """
+
+    train: Samples
+    val: Samples
+    tokenizer: Tokenizer
+    fingerprint: str
+    train_tokens: int
+    val_tokens: int
+    val_bytes: int
+    train_text: Callable[[], list[str]]
+    val_text: Callable[[], list[str]]
+
+
+class DataPlugin(Plugin):
+    """Finds, tokenizes and caches text."""
+
+    kind: ClassVar[str] = "data"
+
+    @abstractmethod
+    def prepare(self, say: Say) -> None:
+        """Do the slow work once and keep its result on disk. Called in one process of a host at a time, before training.
+
+        Raises:
+            UserError: the source is missing, empty or unreadable.
+        """
+
+    @abstractmethod
+    def open(self, sequence_length: int) -> Corpus:
+        """The samples, after :meth:`prepare`; called on every rank; must be quick and must not hold the data in memory."""

@@ -1,0 +1,24 @@
+"""The contract of ``logger``: where metrics go. Several may be named; each is one of Lightning's loggers."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from pathlib import Path
+from typing import ClassVar
+
+from pytorch_lightning.loggers import Logger
+
+from fw.registry import Plugin
+
+COLUMNS = ("step", "tokens", "loss", "grad_norm", "lr", "tokens_per_s", "mfu", "peak_memory_bytes", "val_loss")
+"""The metrics of a row, all but ``step`` optional: full-precision floats and integers."""
+
+
+class LoggerPlugin(Plugin):
+    """Builds a logger on the first rank only."""
+
+    kind: ClassVar[str] = "logger"
+
+    @abstractmethod
+    def build(self, run_dir: Path, run_name: str, start_step: int) -> Logger:
+        """The logger. ``run_dir`` exists; in a resumed run, metrics after ``start_step`` are from a future that will not happen."""

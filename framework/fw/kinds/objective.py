@@ -1,0 +1,25 @@
+"""The contract of ``objective``: what is minimised, as a sum and a count, so that ranks and micro-batches of unequal size weigh right."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import ClassVar
+
+from torch import Tensor, nn
+
+from fw.registry import Plugin
+
+
+class ObjectivePlugin(Plugin):
+    """The loss of a step is Σ :meth:`loss_sum` ÷ Σ :meth:`count`, both over all micro-batches of all ranks."""
+
+    kind: ClassVar[str] = "objective"
+
+    @abstractmethod
+    def count(self, batch: Mapping[str, Tensor]) -> int:
+        """What the loss is averaged over, usually target tokens. Called on the host, before forward."""
+
+    @abstractmethod
+    def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        """Forward and the loss summed over the batch: a scalar in fp32 with a graph. ``model`` may be wrapped: call it, do not reach inside."""

@@ -1,0 +1,99 @@
+"""The contract of ``sharding``: how ranks divide the model, and who owns the step."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from fw.kinds.model import CausalLM
+from fw.kinds.optimizer import OptimizerSpec
+from fw.kinds.precision import PrecisionPolicy
+from fw.registry import Plugin
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """``grad_norm``: global L2 norm before clipping, a scalar on the device. ``skipped``: the update was not made (loss scaling)."""
+
+    grad_norm: Tensor
+    skipped: bool = False
+
+
+class Stepper(ABC):
+    """Backward, clip, step and optimizer state: everything between a loss and new weights. One per run; used on all ranks alike."""
+
+    @property
+    @abstractmethod
+    def module(self) -> nn.Module:
+        """What to call for forward: the model, wrapped where sharding wraps it."""
+
+    @abstractmethod
+    def forward_context(self) -> AbstractContextManager[object]:
+        """Enter around every forward, in training, validation and sampling: autocast, or nothing."""
+
+    @abstractmethod
+    def micro_batch(self, last: bool) -> AbstractContextManager[object]:
+        """Enter around forward and backward of one micro-batch; ``last`` says whether a step follows."""
+
+    @abstractmethod
+    def backward(self, loss: Tensor) -> None:
+        """Accumulate the gradient of ``loss``, this rank's part of the global loss: the parts of all ranks and micro-batches add up."""
+
+    @abstractmethod
+    def step(self, lr_factor: float) -> StepResult:
+        """Clip, update the weights with the learning rate times ``lr_factor``, and drop the gradients. Collective."""
+
+    @property
+    @abstractmethod
+    def lr(self) -> float:
+        """The learning rate before the schedule's factor."""
+
+    @abstractmethod
+    def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """This rank's parameters under the model's own names, no wrapper prefix; DTensors where they are sharded."""
+
+    @abstractmethod
+    def optimizer_tensors(self) -> dict[str, Tensor]:
+        """Optimizer state as ``<parameter>/<key>``: shaped and placed like the parameter, or the same on every rank."""
+
+    @abstractmethod
+    def load_optimizer_tensors(self, tensors: dict[str, Tensor]) -> None:
+        """Take back what :meth:`optimizer_tensors` gave, placed for this rank."""
+
+    @abstractmethod
+    def scalars(self) -> dict[str, Any]:
+        """What else a resume needs (the loss scale), as JSON."""
+
+    @abstractmethod
+    def load_scalars(self, scalars: dict[str, Any]) -> None:
+        """Take back what :meth:`scalars` gave."""
+
+
+class ShardingPlugin(Plugin):
+    """Decides how ranks divide the model."""
+
+    kind: ClassVar[str] = "sharding"
+
+    @abstractmethod
+    def mesh_shape(self, world_size: int) -> dict[str, int]:
+        """Sizes of the device mesh by dimension name, in order; their product is ``world_size``. Empty for one rank without a mesh.
+
+        Raises:
+            UserError: no mesh fits, with the sizes that do.
+        """
+
+    @abstractmethod
+    def shard(self, model: CausalLM, mesh: DeviceMesh | None, policy: PrecisionPolicy) -> None:
+        """Divide the parameters in place, on the meta device, before any has bytes. Called on every rank."""
+
+    @abstractmethod
+    def stepper(
+        self, model: CausalLM, mesh: DeviceMesh | None, policy: PrecisionPolicy, spec: OptimizerSpec, clip_norm: float
+    ) -> Stepper:
+        """The owner of the step, once the parameters have their values. ``clip_norm`` 0 means no clipping."""

@@ -1,0 +1,1 @@
+"""What was measured: memory, time and floating-point rates."""

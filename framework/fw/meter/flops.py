@@ -1,0 +1,45 @@
+"""How fast a device could multiply matrices, for model FLOPs utilization."""
+
+from __future__ import annotations
+
+import statistics
+import time
+
+import torch
+
+# Dense tensor-core peaks in FLOP/s from the vendors' data sheets: (bf16 and fp16, fp32 with TF32).
+_DATA_SHEET = {
+    "H200": (989e12, 494e12),
+    "H100 PCIe": (756e12, 378e12),
+    "H100": (989e12, 494e12),
+    "A100": (312e12, 156e12),
+    "L40S": (362e12, 183e12),
+    "V100": (125e12, 15.7e12),
+    "RTX 4090": (165e12, 82.6e12),
+    "RTX 3090": (71e12, 35.6e12),
+}
+
+
+def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
+    """FLOP/s that MFU is a share of: the data sheet's dense peak where the GPU is known, else a measured matrix product."""
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+        for known, (half, full) in _DATA_SHEET.items():
+            if known in name:
+                return full if dtype == torch.float32 else half
+    return _measured(device, dtype)
+
+
+def _measured(device: torch.device, dtype: torch.dtype, size: int = 1024, repeats: int = 5) -> float:
+    """The best of a few products of ``size`` × ``size`` matrices; about a tenth of a second on two cores."""
+    if device.type == "cpu" and dtype == torch.float16:
+        dtype = torch.float32  # products in float16 are emulated on most CPUs, which is no peak to measure against
+    left = torch.randn(size, size, device=device).to(dtype)
+    times = []
+    for _ in range(repeats + 1):
+        start = time.perf_counter()
+        left @ left
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append(time.perf_counter() - start)
+    return 2.0 * size**3 / statistics.median(times[1:])

@@ -1,0 +1,60 @@
+"""Time spent training, with validation and saving left out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class Throughput:
+    """Counts tokens and the seconds they took. The first step of a run warms up and is counted in neither."""
+
+    def __init__(self) -> None:
+        self.tokens = 0
+        self.seconds = 0.0
+        self._started: float | None = None
+        self._paused = 0.0
+        self._lap_tokens = 0
+        self._lap_seconds = 0.0
+        self._last_rate = 0.0
+
+    def step(self, tokens: int) -> None:
+        """A step of ``tokens`` has ended, and the next begins."""
+        now = time.perf_counter()
+        if self._started is not None:
+            self.tokens += tokens
+            self.seconds += now - self._started
+            self._lap_tokens += tokens
+            self._lap_seconds += now - self._started
+        self._started = now
+
+    def lap(self) -> float:
+        """Tokens per second since the last call."""
+        if self._lap_seconds:
+            self._last_rate = self._lap_tokens / self._lap_seconds
+        self._lap_tokens, self._lap_seconds = 0, 0.0
+        return self._last_rate
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second over the whole run."""
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+    def pause(self) -> None:
+        """What follows is no training time."""
+        self._paused = time.perf_counter()
+
+    def resume(self) -> None:
+        """Training goes on."""
+        if self._started is not None:
+            self._started += time.perf_counter() - self._paused
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What happens inside is no training time."""
+        self.pause()
+        try:
+            yield
+        finally:
+            self.resume()

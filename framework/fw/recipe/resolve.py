@@ -1,0 +1,248 @@
+"""Resolving a config: names first, then options into each plugin's own dataclass, then the rules between them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path as FilePath
+from typing import Any, TypeVar, cast
+
+from omegaconf import DictConfig, OmegaConf
+
+from fw import registry
+from fw.config import DEFAULT, Config, LaunchSection, MemorySection, Origin, TrainSection, fill
+from fw.errors import UserError, did_you_mean
+from fw.kinds import KINDS, Kind
+from fw.kinds.attention import AttentionPlugin
+from fw.kinds.checkpoint import CheckpointPlugin
+from fw.kinds.data import DataPlugin
+from fw.kinds.launcher import LauncherPlugin
+from fw.kinds.logger import LoggerPlugin
+from fw.kinds.model import ModelPlugin
+from fw.kinds.objective import ObjectivePlugin
+from fw.kinds.optimizer import OptimizerPlugin
+from fw.kinds.precision import PrecisionPlugin
+from fw.kinds.schedule import SchedulePlugin
+from fw.kinds.sharding import ShardingPlugin
+from fw.recipe import batch, rules
+from fw.recipe.world import World, world_size
+from fw.registry import Plugin
+
+SECTIONS: dict[str, type] = {"train": TrainSection, "launch": LaunchSection, "memory": MemorySection}
+RESUME = "resume"
+
+P = TypeVar("P", bound=Plugin)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Everything a run is made of, decided before it starts and the same on every rank. Holds no tensors."""
+
+    config: Config
+    model: ModelPlugin
+    attention: AttentionPlugin
+    data: DataPlugin
+    objective: ObjectivePlugin
+    precision: PrecisionPlugin
+    sharding: ShardingPlugin
+    optimizer: OptimizerPlugin
+    schedule: SchedulePlugin
+    checkpoint: CheckpointPlugin
+    loggers: tuple[LoggerPlugin, ...]
+    launcher: LauncherPlugin
+    train: TrainSection
+    launch: LaunchSection
+    memory: MemorySection
+    resume: str
+    world_size: int
+    mesh_shape: Mapping[str, int]
+    micro_batch_size: int
+    names: Mapping[str, tuple[str, ...]]
+    tree: Mapping[str, Any]
+
+    @property
+    def replicas(self) -> int:
+        """Ranks that see different data."""
+        return self.world_size
+
+    @property
+    def accumulation(self) -> int:
+        """Micro-batches per optimizer step on one rank."""
+        return self.train.global_batch_size // (self.micro_batch_size * self.replicas)
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Input tokens of one optimizer step over all ranks."""
+        return self.train.global_batch_size * self.train.sequence_length
+
+    @property
+    def run_dir(self) -> FilePath:
+        """The run's directory, as given or by default."""
+        return FilePath(self.train.run_dir or f"runs/{self.config.name}")
+
+    def origins(self) -> dict[str, Origin]:
+        """Every value of :attr:`tree` by its dotted path, and where it came from."""
+        return {".".join(path): self._origin(path) for path in _leaves(self.tree)}
+
+    def _origin(self, path: tuple[str, ...]) -> Origin:
+        if path in self.config.origins:
+            return self.config.origins[path]
+        if path[-1] == "name" and path[:-1] in self.config.origins:  # the short form, kind: name
+            return self.config.origins[path[:-1]]
+        return DEFAULT
+
+    def plugin_versions(self) -> dict[str, str]:
+        """``kind.name`` → distribution and version, for the record."""
+        found = {}
+        for kind, names in self.names.items():
+            for name in names:
+                entry = registry.entries(kind, name)[0]
+                found[f"{kind}.{name}"] = f"{entry.distribution} {entry.version}"
+        return found
+
+
+def resolve(config: Config, world: World | None = None) -> Recipe:
+    """Turn a config into a recipe.
+
+    Raises:
+        UserError: unknown section, plugin or option, wrong type, rules broken, or a batch or mesh that does not divide.
+    """
+    _check_sections(config)
+    chosen = {name: _choose(kind, config) for name, kind in KINDS.items()}
+    root = _with_defaults(config, chosen)
+
+    made: dict[str, list[tuple[str, Plugin]]] = {}
+    tree: dict[str, Any] = {}
+    for kind, picks in chosen.items():
+        made[kind] = []
+        for pick in picks:
+            options = fill(pick.cls.Config, config, pick.path, pick.options, root)
+            made[kind].append((pick.name, pick.cls(options)))
+        written = [{"name": p.name, **dataclasses.asdict(plugin.config)} for p, (_, plugin) in zip(picks, made[kind], strict=True)]
+        tree[kind] = written if KINDS[kind].many else written[0]
+
+    sections = {name: fill(cls, config, (name,), _section(config, name), root) for name, cls in SECTIONS.items()}
+    tree |= {name: dataclasses.asdict(section) for name, section in sections.items()}
+    train, launch = sections["train"], sections["launch"]
+    assert isinstance(train, TrainSection) and isinstance(launch, LaunchSection)
+    tree[RESUME] = resume = _resume(config)
+
+    rules.check(made, config)
+    size = world_size(launch, config, world or World())
+    sharding = cast(ShardingPlugin, made["sharding"][0][1])
+    try:
+        mesh_shape = sharding.mesh_shape(size)
+    except UserError as error:
+        raise UserError(f"{config.origin(('sharding',))}: {error}") from None
+    one = {kind: plugins[0][1] for kind, plugins in made.items() if not KINDS[kind].many}
+    return Recipe(
+        config=config,
+        loggers=tuple(cast(LoggerPlugin, plugin) for _, plugin in made["logger"]),
+        train=train,
+        launch=launch,
+        memory=cast(MemorySection, sections["memory"]),
+        resume=resume,
+        world_size=size,
+        mesh_shape=mesh_shape,
+        micro_batch_size=batch.micro_batch_size(train, size, config),
+        names={kind: tuple(name for name, _ in plugins) for kind, plugins in made.items()},
+        tree=tree,
+        **cast(dict[str, Any], one),
+    )
+
+
+@dataclass(frozen=True)
+class _Pick:
+    """A plugin a config names, not yet built."""
+
+    name: str
+    cls: type[Plugin]
+    path: tuple[str, ...]
+    options: dict[str, Any]
+
+
+def _check_sections(config: Config) -> None:
+    known = [*KINDS, *SECTIONS, RESUME]
+    for section in config.tree:
+        if section not in known:
+            raise UserError(
+                f"{config.origin((section,))}: unknown section '{section}'{did_you_mean(section, known)} (there are: {', '.join(known)}, extends)"
+            )
+
+
+def _choose(kind: Kind, config: Config) -> list[_Pick]:
+    value = config.tree.get(kind.name)
+    contract = kind.load_contract()
+    if kind.many:
+        items = [] if value is None and kind.name in config.tree else [kind.default] if value is None else value
+        items = items if isinstance(items, list) else [items]
+        paths = [(kind.name, str(i)) for i in range(len(items))] if isinstance(value, list) else [(kind.name,)] * len(items)
+        picks = [_pick(kind, contract, item, path, config) for item, path in zip(items, paths, strict=True)]
+        names = [pick.name for pick in picks]
+        if len(set(names)) < len(names):
+            raise UserError(f"{config.origin((kind.name,))}: {kind.name} names one plugin twice: {', '.join(names)}")
+        return picks
+    if kind.name not in config.tree:
+        if kind.default is None:
+            names = ", ".join(e.name for e in registry.entries(kind.name))
+            raise UserError(f"{config.name}: no '{kind.name}' section; add one, like '{kind.name}: NAME' (there are: {names})")
+        value = kind.default
+    return [_pick(kind, contract, value, (kind.name,), config)]
+
+
+def _pick(kind: Kind, contract: type[Plugin], value: Any, path: tuple[str, ...], config: Config) -> _Pick:
+    place = config.origin(path)
+    if isinstance(value, str):
+        value = {"name": value}
+    if not isinstance(value, Mapping):
+        raise UserError(f"{place}: {'.'.join(path)}: write '{kind.name}: NAME' or '{kind.name}: {{name: NAME, …}}', not {value!r}")
+    name = value.get("name", kind.default)
+    if not isinstance(name, str):
+        raise UserError(f"{place}: section '{kind.name}' has no 'name'; say which plugin it configures")
+    try:
+        cls = registry.load(kind.name, name, contract)
+    except UserError as error:
+        raise UserError(f"{config.origin((*path, 'name'))}: {error}") from error.__cause__
+    return _Pick(name, cls, path, {str(k): v for k, v in value.items() if k != "name"})
+
+
+def _section(config: Config, name: str) -> dict[str, Any]:
+    value = config.tree.get(name, {})
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise UserError(f"{config.origin((name,))}: '{name}' is a section of options, not {value!r}")
+    return {str(k): v for k, v in value.items()}
+
+
+def _resume(config: Config) -> str:
+    value = config.tree.get(RESUME)
+    if value in (None, False, ""):
+        return ""
+    if not isinstance(value, str):
+        raise UserError(f"{config.origin((RESUME,))}: resume is 'auto' or the path of a checkpoint, not {value!r}")
+    return value
+
+
+def _with_defaults(config: Config, chosen: Mapping[str, list[_Pick]]) -> DictConfig:
+    """The whole tree with every default in it, so that an interpolation may refer to a value nobody wrote."""
+    tree: dict[str, Any] = {name: _overlay(cls, _section(config, name)) for name, cls in SECTIONS.items()}
+    for kind, picks in chosen.items():
+        filled = [{"name": pick.name, **_overlay(pick.cls.Config, pick.options)} for pick in picks]
+        tree[kind] = filled if KINDS[kind].many else filled[0]
+    return OmegaConf.create(tree)
+
+
+def _overlay(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
+    defaults = OmegaConf.to_container(OmegaConf.structured(cls))
+    assert isinstance(defaults, dict)
+    return {**{str(k): v for k, v in defaults.items()}, **values}
+
+
+def _leaves(value: Any, path: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
+    if isinstance(value, Mapping) and value:
+        return [leaf for key, inner in value.items() for leaf in _leaves(inner, (*path, str(key)))]
+    if isinstance(value, list) and any(isinstance(item, Mapping) for item in value):
+        return [leaf for i, inner in enumerate(value) for leaf in _leaves(inner, (*path, str(i)))]
+    return [path]

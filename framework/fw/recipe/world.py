@@ -1,0 +1,87 @@
+"""Which rank this process is, as torchrun or srun says it."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass
+
+from fw.config import Config, LaunchSection
+from fw.errors import UserError
+
+
+@dataclass(frozen=True)
+class World:
+    """``launched`` is False in a process that the user started and no launcher did."""
+
+    size: int = 1
+    rank: int = 0
+    local_rank: int = 0
+    local_size: int = 1
+    launched: bool = False
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is rank 0, the one that prints and writes the run directory."""
+        return self.rank == 0
+
+
+def current_world(environment: MutableMapping[str, str] | None = None) -> World:
+    """Read torchrun's variables; under srun, translate SLURM's into them first.
+
+    Raises:
+        UserError: the variables are there but make no sense.
+    """
+    env = os.environ if environment is None else environment
+    if "RANK" not in env and "SLURM_STEP_ID" in env and int(env.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
+        env.update(_from_slurm(env))
+    if "RANK" not in env or "WORLD_SIZE" not in env:
+        return World()
+    try:
+        size, rank = int(env["WORLD_SIZE"]), int(env["RANK"])
+        local_rank = int(env.get("LOCAL_RANK", "0"))
+        local_size = int(env.get("LOCAL_WORLD_SIZE", "1"))
+    except ValueError as error:
+        raise UserError(f"environment: RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE must be numbers ({error})") from None
+    if not 0 <= rank < size:
+        raise UserError(f"environment: RANK={rank} is not below WORLD_SIZE={size}")
+    return World(size, rank, local_rank, local_size, launched=True)
+
+
+def _from_slurm(env: Mapping[str, str]) -> dict[str, str]:
+    size = int(env["SLURM_STEP_NUM_TASKS"])
+    nodes = int(env.get("SLURM_STEP_NUM_NODES", env.get("SLURM_NNODES", "1")))
+    return {
+        "WORLD_SIZE": str(size),
+        "RANK": env["SLURM_PROCID"],
+        "LOCAL_RANK": env["SLURM_LOCALID"],
+        "LOCAL_WORLD_SIZE": str(size // nodes),
+        "MASTER_ADDR": env.get("MASTER_ADDR") or _first_host(env.get("SLURM_STEP_NODELIST", "127.0.0.1")),
+        # A port of the job's own, so that two jobs on one host do not meet.
+        "MASTER_PORT": env.get("MASTER_PORT") or str(20000 + int(env.get("SLURM_JOB_ID", "0")) % 20000),
+    }
+
+
+def _first_host(nodes: str) -> str:
+    """``host[003-007,012],other`` → ``host003``."""
+    match = re.match(r"([^,\[]+)(?:\[([^,\-\]]+))?", nodes)
+    return (match[1] + (match[2] or "")) if match else nodes
+
+
+def world_size(launch: LaunchSection, config: Config, world: World) -> int:
+    """Ranks of the run.
+
+    Raises:
+        UserError: a launcher has started another number of ranks than the config asks for.
+    """
+    asked = launch.devices * launch.nodes
+    if not world.launched:
+        return asked
+    if asked != world.size and (config.was_set("launch", "devices") or config.was_set("launch", "nodes")):
+        path = ("launch", "devices") if config.was_set("launch", "devices") else ("launch", "nodes")
+        raise UserError(
+            f"{config.origin(path)}: launch.devices × launch.nodes is {asked}, but the launcher started {world.size} ranks;"
+            f" leave both out under torchrun or srun"
+        )
+    return world.size

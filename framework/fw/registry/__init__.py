@@ -1,0 +1,19 @@
+"""Finding plugins by entry point, without importing them, and loading the ones a config names."""
+
+from fw.registry.discovery import Entry, entries, kinds_found
+from fw.registry.inspection import Listing, listing
+from fw.registry.loading import load
+from fw.registry.plugin import Conflicts, NoOptions, Plugin, Requires
+
+__all__ = [
+    "Conflicts",
+    "Entry",
+    "Listing",
+    "NoOptions",
+    "Plugin",
+    "Requires",
+    "entries",
+    "kinds_found",
+    "listing",
+    "load",
+]

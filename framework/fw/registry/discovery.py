@@ -1,0 +1,51 @@
+"""Which plugins are installed: read from the metadata of distributions, nothing imported."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from dataclasses import dataclass
+from functools import cache
+
+GROUP_PREFIX = "fw."
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One registered name. ``target`` is ``module:Class``."""
+
+    kind: str
+    name: str
+    target: str
+    distribution: str
+    version: str
+
+    @property
+    def module(self) -> str:
+        """The module that holds the plugin."""
+        return self.target.partition(":")[0].strip()
+
+    @property
+    def attribute(self) -> str:
+        """The class's name in its module."""
+        return self.target.partition(":")[2].partition("[")[0].strip()
+
+
+@cache
+def _all() -> tuple[Entry, ...]:
+    found: dict[Entry, None] = {}  # a distribution that is on sys.path twice is one distribution
+    for distribution in importlib.metadata.distributions():
+        for point in distribution.entry_points:
+            if point.group.startswith(GROUP_PREFIX):
+                name = distribution.metadata["Name"] or "unknown"
+                found[Entry(point.group[len(GROUP_PREFIX) :], point.name, point.value, name, distribution.version)] = None
+    return tuple(sorted(found, key=lambda e: (e.kind, e.name, e.distribution)))
+
+
+def entries(kind: str, name: str | None = None) -> tuple[Entry, ...]:
+    """Every registration of ``kind``, duplicates included; only those called ``name`` where one is given."""
+    return tuple(e for e in _all() if e.kind == kind and name in (None, e.name))
+
+
+def kinds_found() -> tuple[str, ...]:
+    """The kinds for which any plugin is registered, sorted."""
+    return tuple(sorted({e.kind for e in _all()}))

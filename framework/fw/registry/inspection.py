@@ -1,0 +1,134 @@
+"""What can be said of a plugin without importing it: its source is parsed, never run.
+
+This is what keeps ``fw plugins list`` quick and harmless: a plugin that would crash, or import for ten seconds, is only read. What
+cannot be seen in the source (an error deep inside an import) shows when the plugin is loaded; ``fw plugins list --import`` does that.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.machinery
+import importlib.util
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from fw.registry.discovery import Entry, entries
+
+
+@dataclass(frozen=True)
+class Listing:
+    """A line of ``fw plugins list``. ``problem`` is empty where the plugin can be used."""
+
+    entry: Entry
+    api: int | None
+    summary: str
+    problem: str
+
+    @property
+    def available(self) -> bool:
+        """Whether nothing speaks against using the plugin."""
+        return not self.problem
+
+
+def listing(kind: str) -> list[Listing]:
+    """All plugins of a kind, broken ones included, each with the reason."""
+    return [_inspect(entry) for entry in entries(kind)]
+
+
+def _inspect(entry: Entry) -> Listing:
+    rivals = sorted({e.distribution for e in entries(entry.kind, entry.name)})
+    if len(rivals) > 1:
+        return Listing(entry, None, "", f"registered by several distributions: {', '.join(rivals)}; uninstall all but one")
+    spec = find_spec(entry.module)
+    if spec is None:
+        return Listing(entry, None, "", f"module {entry.module} not found; reinstall {entry.distribution}")
+    if spec.origin is None or not spec.origin.endswith(".py"):
+        return Listing(entry, None, "", "")
+    try:
+        tree = ast.parse(Path(spec.origin).read_bytes())
+    except SyntaxError as error:
+        return Listing(entry, None, "", f"broken: syntax error in {spec.origin}:{error.lineno}: {error.msg}")
+    except OSError as error:
+        return Listing(entry, None, "", f"broken: {error}")
+    found = next((n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == entry.attribute), None)
+    if found is None and not _binds(tree, entry.attribute):
+        return Listing(entry, None, "", f"broken: {entry.module} has no {entry.attribute}")
+    api: int | None = 1
+    summary = ""
+    packages: dict[str, str] = {}
+    if found is not None:
+        summary = (ast.get_docstring(found) or "").partition("\n")[0]
+        api = _literal(found, "api", 1)
+        packages = _literal(found, "packages", {})
+    problem = missing_packages(packages) or _import_problem(tree, entry)
+    return Listing(entry, api, summary, problem)
+
+
+def find_spec(module: str) -> importlib.machinery.ModuleSpec | None:
+    """Like :func:`importlib.util.find_spec`, but parent packages are not imported either."""
+    path: Sequence[str] | None = None
+    spec = None
+    parts = module.split(".")
+    for length in range(1, len(parts) + 1):
+        name = ".".join(parts[:length])
+        for finder in sys.meta_path:
+            find = getattr(finder, "find_spec", None)
+            spec = find(name, path) if find else None
+            if spec is not None:
+                break
+        if spec is None:
+            return None
+        path = spec.submodule_search_locations
+        if path is None and length < len(parts):
+            return None
+    return spec
+
+
+def missing_packages(packages: dict[str, str]) -> str:
+    """A sentence that names what is not installed and the pip command, or an empty string."""
+    missing = {package: install for package, install in packages.items() if find_spec(package) is None}
+    if not missing:
+        return ""
+    names = ", ".join(missing)
+    command = " ".join(f'"{install}"' for install in dict.fromkeys(missing.values()))
+    return f"needs {names}, which is not installed: pip install {command}"
+
+
+def _literal(found: ast.ClassDef, name: str, default: object) -> object:
+    for statement in found.body:
+        targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target] if isinstance(statement, ast.AnnAssign) else []
+        value = getattr(statement, "value", None)
+        if any(isinstance(t, ast.Name) and t.id == name for t in targets) and value is not None:
+            try:
+                return ast.literal_eval(value)
+            except ValueError:
+                return default
+    return default
+
+
+def _binds(tree: ast.Module, name: str) -> bool:
+    """Whether the module could define ``name`` other than by a class statement (an import, an assignment, a star)."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom) and any((a.asname or a.name.split(".")[0]) in (name, "*") for a in node.names):
+            return True
+        if isinstance(node, ast.Name) and node.id == name and isinstance(node.ctx, ast.Store):
+            return True
+    return any(isinstance(n, ast.FunctionDef) and n.name in (name, "__getattr__") for n in tree.body)
+
+
+def _import_problem(tree: ast.Module, entry: Entry) -> str:
+    """What would certainly fail when the module is imported: an import of something absent, or a raise in the open."""
+    for node in tree.body:
+        modules: list[str] = []
+        if isinstance(node, ast.Import):
+            modules = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            modules = [node.module]
+        elif isinstance(node, ast.Raise):
+            return f"broken: importing {entry.module} raises in line {node.lineno}: {ast.unparse(node)}"
+        for module in modules:
+            if importlib.util.find_spec(module.split(".")[0]) is None:
+                return f"broken: imports {module}, which is not installed: pip install {module.split('.')[0]}"
+    return ""

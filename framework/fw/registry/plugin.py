@@ -1,0 +1,54 @@
+"""The base class of every plugin, and the rules between plugins as data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+
+@dataclass(frozen=True)
+class Requires:
+    """This plugin works only together with one of ``names`` of ``kind``; ``because`` is a clause that ends a sentence."""
+
+    kind: str
+    names: tuple[str, ...]
+    because: str
+
+
+@dataclass(frozen=True)
+class Conflicts:
+    """This plugin does not work together with any of ``names`` of ``kind``; ``because`` is a clause that ends a sentence."""
+
+    kind: str
+    names: tuple[str, ...]
+    because: str
+
+
+@dataclass
+class NoOptions:
+    """The schema of a plugin that has no options."""
+
+
+class Plugin:
+    """What every plugin has, whatever its kind.
+
+    A plugin is a class registered under the entry-point group ``fw.<kind>``. It is built with its filled-in ``Config`` and keeps it as
+    ``self.config``. Its first docstring line is what ``fw plugins list`` prints.
+    """
+
+    kind: ClassVar[str]
+    """Set by the kind's contract, not by the plugin."""
+    supported_api: ClassVar[tuple[int, ...]] = (1,)
+    """Set by the kind's contract: the versions of it that this core honours."""
+
+    api: ClassVar[int] = 1
+    """The version of the kind's contract the plugin was written for."""
+    Config: ClassVar[type] = NoOptions
+    """A dataclass: fields typed, each with a docstring that gives unit and effect on memory. Schema, help and documentation in one."""
+    packages: ClassVar[dict[str, str]] = {}
+    """Import name → what to ``pip install`` for it, for packages that fw itself does not depend on. Checked before the plugin is imported."""
+    requires: ClassVar[tuple[Requires, ...]] = ()
+    conflicts: ClassVar[tuple[Conflicts, ...]] = ()
+
+    def __init__(self, config: Any) -> None:
+        self.config = config

@@ -1,0 +1,144 @@
+"""What happens between two steps, in order: a row of metrics, validation's word on it, the loggers, the checkpoint."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytorch_lightning as pl
+from pytorch_lightning.callbacks import Callback
+
+from fw.errors import RunError
+from fw.meter.memory import peak_memory_bytes
+from fw.meter.throughput import Throughput
+from fw.recipe import Recipe
+from fw.training.module import TrainingModule
+from fw.training.progress import Progress
+
+Row = dict[str, Any]
+
+
+class BetweenSteps(Callback):
+    """Rows are written once validation had its chance to add to them, and before a checkpoint that counts on them is saved."""
+
+    def __init__(self, recipe: Recipe, progress: Progress, peak_flops: float, save: Callable[[TrainingModule], Path]) -> None:
+        self.throughput = Throughput()
+        self.rows: list[Row] = []
+        self.save_failed = ""
+        self._recipe = recipe
+        self._progress = progress
+        self._peak_flops = peak_flops
+        self._save = save
+        self._saved_step = -1
+        self._pending: Row | None = None
+        self._model_flops_per_token = 0.0
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Lightning has set its own handlers by now; take the signals over."""
+        module = _module(pl_module)
+        self._model_flops_per_token = module.assembly.model.flops_per_token(self._recipe.train.sequence_length)
+        module.stop.listen()
+        self._progress.start(module.start_step)
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
+        """A step is done."""
+        module, train = _module(pl_module), self._recipe.train
+        outcome = module.last
+        assert outcome is not None
+        last = outcome.step >= train.max_steps or module.stop.decided
+        validates = bool(train.val_every) and not module.stop.decided and (outcome.step % train.val_every == 0 or last)
+        if validates:
+            trainer.val_check_batch = outcome.step  # also at a last step that is no multiple of the interval
+        if not (outcome.step % train.log_every == 0 or validates or last):
+            self.throughput.step(self._recipe.tokens_per_step)
+            self._progress.advance(outcome.step)
+            return
+        loss, = module.strategy.sum_on_host([float(outcome.loss)])
+        grad_norm = float(outcome.grad_norm)
+        self.throughput.step(self._recipe.tokens_per_step)
+        rate = self.throughput.lap()
+        memory, = module.strategy.max_on_host([float(peak_memory_bytes(module.strategy.root_device))])
+        self._pending = {
+            "step": outcome.step,
+            "tokens": module.tokens_seen,
+            "loss": loss,
+            "grad_norm": grad_norm,
+            "lr": outcome.lr,
+            "tokens_per_s": rate,
+            "mfu": self.mfu(rate),
+            "peak_memory_bytes": int(memory),
+        }
+        self._progress.advance(outcome.step, self._pending)
+        if outcome.skipped:
+            self._progress.say(f"step {outcome.step}: gradient not finite, step skipped, loss scale halved")
+        elif not (math.isfinite(loss) and math.isfinite(grad_norm)):
+            self._flush(trainer)
+            raise RunError(f"step {outcome.step}: loss is {loss}, gradient norm {grad_norm}; lower optimizer.lr or resume from the last checkpoint")
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Validation is no training time."""
+        self.throughput.pause()
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Validation belongs to the row of its step."""
+        module = _module(pl_module)
+        if self._pending is not None and module.val_loss is not None:
+            self._pending["val_loss"] = module.val_loss
+            self._progress.say(f"step {self._pending['step']}: validation loss {module.val_loss:.4f}")
+        self.throughput.resume()
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
+        """The step before is over, validation included."""
+        self._flush(trainer)
+        module, every = _module(pl_module), self._recipe.train.save_every
+        step = trainer.global_step
+        if every and step % every == 0 and step > module.start_step:
+            self._checkpoint(module)
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """The last step is over."""
+        self._flush(trainer)
+        module = _module(pl_module)
+        self._progress.close()
+        if self._recipe.train.save_every and self._saved_step != trainer.global_step > module.start_step:
+            self._checkpoint(module)
+        module.stop.ignore()
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """Leave the terminal and the handlers as they were."""
+        self._progress.close()
+        _module(pl_module).stop.ignore()
+
+    def mfu(self, tokens_per_s: float) -> float:
+        """Model FLOPs utilization: the FLOPs the model needs for these tokens ÷ those the devices could do (arXiv:2204.02311)."""
+        return tokens_per_s * self._model_flops_per_token / self._peak_flops
+
+    def _flush(self, trainer: pl.Trainer) -> None:
+        row, self._pending = self._pending, None
+        if row is None:
+            return
+        self.rows.append(row)
+        values = {key: value for key, value in row.items() if key != "step"}
+        for logger in trainer.loggers:
+            logger.log_metrics(values, step=row["step"])
+
+    def _checkpoint(self, module: TrainingModule) -> None:
+        with self.throughput.paused():
+            try:
+                path = self._save(module)
+            except RunError as error:
+                # The run is worth more than this checkpoint; the next one may succeed.
+                self.save_failed = str(error)
+                print(f"fw: warning: {error}", file=sys.stderr) if module.strategy.is_global_zero else None
+                return
+            self.save_failed = ""
+            self._saved_step = module.trainer.global_step
+            self._progress.say(f"step {self._saved_step}: saved {path}")
+
+
+def _module(module: pl.LightningModule) -> TrainingModule:
+    assert isinstance(module, TrainingModule)
+    return module

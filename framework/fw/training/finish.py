@@ -1,0 +1,124 @@
+"""The end of a run: summary, yardsticks, a sample of text, the report."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fw.config import format_size
+from fw.kinds.data import Corpus
+from fw.meter.memory import peak_memory_bytes
+from fw.recipe import Recipe
+from fw.training import run_dir
+from fw.training.between_steps import BetweenSteps
+from fw.training.module import TrainingModule
+from fw.training.ngram import bits_per_byte
+from fw.training.report import render
+from fw.training.sample import sample
+
+_LARGEST_BASELINE_TOKENS = 32_000_000
+
+
+def finish(recipe: Recipe, module: TrainingModule, between: BetweenSteps, device: torch.device) -> dict[str, Any]:
+    """Measure, write ``summary.json`` and ``report.html``, print the table. Collective; the files are the first rank's.
+
+    Returns:
+        the summary, on every rank.
+    """
+    text = ""
+    if recipe.train.sample_tokens:
+        prompt = recipe.train.sample_prompt or _prompt(module.corpus)
+        context = recipe.train.sequence_length
+        continued = sample(module.assembly.stepper, module.corpus.tokenizer, prompt, recipe.train.sample_tokens, context, device)
+        text = f"{prompt}▸{continued}"
+    (memory,) = module.strategy.max_on_host([float(peak_memory_bytes(device))])
+    (memory_least,) = module.strategy.max_on_host([-float(peak_memory_bytes(device))])
+    rate = between.throughput.rate
+    last = between.rows[-1] if between.rows else {}
+    summary: dict[str, Any] = {
+        "steps": module.global_step,
+        "tokens": module.tokens_seen,
+        "tokens_per_s": rate,
+        "mfu": between.mfu(rate),
+        "train_loss": last.get("loss"),
+        "val_loss": module.val_loss,
+        "val_bits_per_byte": None,
+        "bigram_bits_per_byte": None,
+        "fourgram_bits_per_byte": None,
+        "peak_memory_bytes": int(memory),
+    }
+    if module.val_loss is not None:
+        nats = module.val_loss * (module.corpus.val_tokens - 1)
+        summary["val_bits_per_byte"] = nats / math.log(2) / module.corpus.val_bytes
+    if module.strategy.is_global_zero:
+        if module.val_loss is not None and module.corpus.train_tokens <= _LARGEST_BASELINE_TOKENS:
+            train_text, val_text = module.corpus.train_text(), module.corpus.val_text()
+            summary["bigram_bits_per_byte"] = bits_per_byte(train_text, val_text, order=2)
+            summary["fourgram_bits_per_byte"] = bits_per_byte(train_text, val_text, order=4)
+        _write(recipe, summary, text, -int(memory_least))
+    return module.strategy.broadcast(summary)
+
+
+def _write(recipe: Recipe, summary: dict[str, Any], text: str, least_memory: int) -> None:
+    directory = recipe.run_dir
+    (directory / run_dir.SUMMARY).write_text(json.dumps(summary, indent=1) + "\n")
+    lines = _lines(recipe, summary, least_memory)
+    rows = _rows(directory)
+    page = render(f"{recipe.config.name}: {summary['steps']} steps", lines, rows, text, run_dir.to_yaml(recipe.tree))
+    (directory / run_dir.REPORT).write_text(page)
+    width = max(len(label) for label, _ in lines)
+    print("\n".join(f"{label:<{width}}  {value}" for label, value in lines))
+    if text:
+        print(f"\nsample (▸ marks where the model takes over):\n{text}")
+    print(f"\nreport: {directory / run_dir.REPORT}")
+
+
+def _lines(recipe: Recipe, summary: dict[str, Any], least_memory: int) -> list[tuple[str, str]]:
+    def number(key: str, form: str) -> str:
+        value = summary[key]
+        return "not measured" if value is None else format(value, form)
+
+    ranks = f"{recipe.world_size} rank{'s' * (recipe.world_size > 1)}, {recipe.names['sharding'][0]}, {recipe.names['precision'][0]}"
+    lines = [
+        ("ranks", ranks),
+        ("steps", number("steps", ",")),
+        ("tokens", number("tokens", ",")),
+        ("tokens/s", number("tokens_per_s", ",.0f")),
+        ("MFU", number("mfu", ".1%")),
+        ("training loss (last step)", number("train_loss", ".4f")),
+        ("validation loss", number("val_loss", ".4f")),
+        ("validation bits per byte", number("val_bits_per_byte", ".4f")),
+    ]
+    if summary["bigram_bits_per_byte"] is not None:
+        lines += [
+            ("  byte bigram, same data", number("bigram_bits_per_byte", ".4f")),
+            ("  byte 4-gram, same data", number("fourgram_bits_per_byte", ".4f")),
+        ]
+    peak = summary["peak_memory_bytes"]
+    spread = f" (least on a rank: {format_size(least_memory)})" if recipe.world_size > 1 else ""
+    lines.append(("peak memory of a rank", format_size(peak) + spread))
+    budget = recipe.memory.budget_bytes
+    if budget is not None:
+        over = f"exceeded by {format_size(peak - budget)}" if peak > budget else f"{format_size(budget - peak)} left"
+        lines.append(("memory budget", f"{format_size(budget)}, {over}"))
+    return lines
+
+
+def _rows(directory: Path) -> list[dict[str, Any]]:
+    """All rows of the run, those before a resume included, where the csv logger kept them."""
+    file = directory / run_dir.METRICS
+    if not file.is_file():
+        return []
+    with file.open(newline="") as lines:
+        return list(csv.DictReader(lines))
+
+
+def _prompt(corpus: Corpus) -> str:
+    """The beginning of a held-out document."""
+    documents = corpus.val_text()
+    return " ".join(documents[0].split(" ")[:12]) if documents else ""

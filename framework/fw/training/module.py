@@ -1,0 +1,154 @@
+"""The LightningModule: one Lightning batch is one optimizer step, all its micro-batches included."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytorch_lightning as pl
+import torch
+from torch import Tensor
+
+from fw.assemble import Assembly, assemble
+from fw.kinds.checkpoint import Reader
+from fw.kinds.data import Corpus
+from fw.recipe import Recipe
+from fw.training.stop import StopRequest
+from fw.training.strategy import MeshStrategy
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """A finished step. The tensors are on the device; reading them waits for it.
+
+    Attributes:
+        step: counted from 1.
+        loss: this rank's part of the global mean loss.
+    """
+
+    step: int
+    loss: Tensor
+    grad_norm: Tensor
+    lr: float
+    skipped: bool
+
+
+class TrainingModule(pl.LightningModule):
+    """Runs the recipe's objective over the assembled model; the sharding plugin's stepper owns what follows the loss."""
+
+    def __init__(self, recipe: Recipe, corpus: Corpus, vocab_size: int, checkpoint: Reader | None, stop: StopRequest) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.recipe = recipe
+        self.corpus = corpus
+        self.stop = stop
+        self.start_step = checkpoint.state()["step"] if checkpoint else 0
+        self.tokens_seen = checkpoint.state()["tokens"] if checkpoint else 0
+        self.last: StepOutcome | None = None
+        self.val_loss: float | None = None
+        self._vocab_size = vocab_size
+        self._checkpoint = checkpoint
+        self._assembly: Assembly | None = None
+        self._val_sums: list[tuple[Tensor, int]] = []
+        self._targets = 0
+
+    @property
+    def assembly(self) -> Assembly:
+        """The model and its stepper, once configured."""
+        assert self._assembly is not None, "configure_model comes first"
+        return self._assembly
+
+    @property
+    def strategy(self) -> MeshStrategy:
+        """The run's strategy."""
+        strategy = self.trainer.strategy
+        assert isinstance(strategy, MeshStrategy)
+        return strategy
+
+    def configure_model(self) -> None:
+        """Assemble, where the mesh exists."""
+        if self._assembly is None:
+            device = self.strategy.root_device
+            self._assembly = assemble(self.recipe, self._vocab_size, self.strategy.mesh, device, self._checkpoint)
+            self.model = self._assembly.stepper.module  # Lightning switches it between training and evaluation
+            if self._checkpoint is not None:
+                self._assembly.stepper.load_scalars(self._checkpoint.state()["scalars"])
+                restore_rng(self._checkpoint.rng(self.global_rank), device)
+                self._checkpoint = None
+
+    def configure_optimizers(self) -> None:
+        """None: the stepper has its own."""
+
+    def on_before_batch_transfer(self, batch: dict[str, Tensor], dataloader_idx: int) -> dict[str, Tensor]:
+        """Count targets while the batch is still on the host, so that no step waits for the device to know."""
+        self._targets = self.recipe.objective.count(batch)
+        return batch
+
+    def on_fit_start(self) -> None:
+        """Let Lightning count from where the checkpoint stands, so that its limits and intervals are in absolute steps."""
+        epoch = self.trainer.fit_loop.epoch_loop
+        for progress in (epoch.batch_progress.total, epoch.manual_optimization.optim_step_progress.total):
+            for counter in ("ready", "started", "processed", "completed"):
+                if hasattr(progress, counter):
+                    setattr(progress, counter, self.start_step)
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        """Forward and backward of each micro-batch, then one step."""
+        recipe, stepper = self.recipe, self.assembly.stepper
+        size = recipe.micro_batch_size
+        micro_batches = [{k: v[i : i + size] for k, v in batch.items()} for i in range(0, recipe.accumulation * size, size)]
+        count, *asked = self.strategy.sum_on_host([float(self._targets), *self.stop.votes()])
+        self.stop.decide(asked)
+        step = self.trainer.global_step
+        loss_parts = []
+        for number, micro in enumerate(micro_batches):
+            last = number == len(micro_batches) - 1
+            with stepper.micro_batch(last):
+                with stepper.forward_context():
+                    loss = recipe.objective.loss_sum(stepper.module, micro) / max(count, 1.0)
+                stepper.backward(loss)
+            loss_parts.append(loss.detach())
+        lr_factor = recipe.schedule.factor(step, recipe.train.max_steps)
+        result = stepper.step(lr_factor)
+        # Lightning counts optimizer steps itself only through its own optimizer wrapper.
+        progress = self.trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress
+        progress.increment_ready()
+        progress.increment_completed()
+        self.tokens_seen += recipe.tokens_per_step
+        self.last = StepOutcome(step + 1, torch.stack(loss_parts).sum(), result.grad_norm, stepper.lr * lr_factor, result.skipped)
+        if self.stop.decided:
+            self.trainer.should_stop = True
+            self.trainer.limit_val_batches = 0  # who asked to stop does not want to wait for a validation
+
+    def on_validation_epoch_start(self) -> None:
+        """Begin a new sum."""
+        self._val_sums = []
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        """The objective's sum and count; no graph."""
+        stepper = self.assembly.stepper
+        with stepper.forward_context():
+            loss = self.recipe.objective.loss_sum(stepper.module, batch)
+        self._val_sums.append((loss, self._targets))
+
+    def on_validation_epoch_end(self) -> None:
+        """The mean over all tokens of all ranks."""
+        local = [float(sum(loss.double() for loss, _ in self._val_sums)), float(sum(count for _, count in self._val_sums))]
+        total, count = self.strategy.sum_on_host(local)
+        self.val_loss = total / count if count else None
+        self._val_sums = []
+
+
+def rng_state(device: torch.device) -> dict[str, Tensor]:
+    """The states of torch's default generators, uint8."""
+    state = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    return state
+
+
+def restore_rng(state: dict[str, Tensor], device: torch.device) -> None:
+    """Take back what :func:`rng_state` gave; a rank the checkpoint does not know keeps its own seed."""
+    if "cpu" in state:
+        torch.set_rng_state(state["cpu"])
+    if "cuda" in state and device.type == "cuda":
+        torch.cuda.set_rng_state(state["cuda"], device)

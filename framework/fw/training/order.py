@@ -1,0 +1,77 @@
+"""In which order samples are seen, by which rank: a pure function of seed and position, so that a run resumes on any number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from fw.kinds.data import IGNORED, Sample, Samples
+
+
+class StepOrder(Sampler[list[int]]):
+    """For each optimizer step from ``start_step`` on, the indices of this rank's share of the global batch; without end.
+
+    Samples are numbered through all epochs; an epoch is a permutation seeded by seed and epoch. Step ``s`` takes the numbers
+    ``s·G … (s+1)·G - 1``, of which each rank takes a consecutive part: the global batch does not depend on the number of ranks.
+    """
+
+    def __init__(self, samples: int, global_batch_size: int, seed: int, rank: int, ranks: int, start_step: int) -> None:
+        self._samples, self._batch, self._seed = samples, global_batch_size, seed
+        self._rank, self._ranks, self._start = rank, ranks, start_step
+        self._epoch, self._permutation = -1, torch.empty(0, dtype=torch.int64)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        share = self._batch // self._ranks
+        step = self._start
+        while True:
+            first = step * self._batch + self._rank * share
+            yield [self._index(number) for number in range(first, first + share)]
+            step += 1
+
+    def _index(self, number: int) -> int:
+        epoch, position = divmod(number, self._samples)
+        if epoch != self._epoch:
+            generator = torch.Generator().manual_seed((self._seed << 20) + epoch)
+            self._epoch, self._permutation = epoch, torch.randperm(self._samples, generator=generator)
+        return int(self._permutation[position])
+
+
+class RankedBatches(Sampler[list[int]]):
+    """All samples once in order, in batches dealt out to ranks; each rank has equally many, the last ones empty (-1) if need be."""
+
+    def __init__(self, samples: int, batch_size: int, rank: int, ranks: int) -> None:
+        self._samples, self._batch, self._rank, self._ranks = samples, batch_size, rank, ranks
+
+    def __len__(self) -> int:
+        return -(-self._samples // (self._batch * self._ranks))
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for number in range(len(self)):
+            first = (number * self._ranks + self._rank) * self._batch
+            yield [i if i < self._samples else -1 for i in range(first, first + self._batch)]
+
+
+class _Padded(Dataset[Sample]):
+    """Index -1 is a sample in which nothing is predicted."""
+
+    def __init__(self, samples: Samples) -> None:
+        self._samples = samples
+
+    def __getitem__(self, index: int) -> Sample:
+        if index >= 0:
+            return self._samples[index]
+        like = self._samples[0]
+        return {**{k: torch.zeros_like(v) for k, v in like.items()}, "labels": torch.full_like(like["labels"], IGNORED)}
+
+
+def _stack(samples: list[Sample]) -> dict[str, Tensor]:
+    return {key: torch.stack([sample[key] for sample in samples]) for key in samples[0]}
+
+
+def loader(samples: Samples, order: Sampler[list[int]], pin: bool) -> DataLoader[Any]:
+    """Batches ``[share, L]`` of each key, in the given order."""
+    return DataLoader(_Padded(samples), batch_sampler=order, collate_fn=_stack, pin_memory=pin)

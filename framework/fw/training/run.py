@@ -1,0 +1,247 @@
+"""``fw train``: from a config to a finished run, on this rank or by starting the ranks."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+
+from fw import config as configuration
+from fw.config import Config
+from fw.errors import EXIT_FAILED, EXIT_OK, RunError, UserError
+from fw.kinds.checkpoint import Reader, Snapshot
+from fw.kinds.data import Corpus
+from fw.kinds.launcher import OUTCOME_DIR
+from fw.meter.flops import peak_flops
+from fw.recipe import Recipe, World, current_world, resolve
+from fw.training import finish, run_dir
+from fw.training.between_steps import BetweenSteps
+from fw.training.module import TrainingModule, rng_state
+from fw.training.order import RankedBatches, StepOrder, loader
+from fw.training.progress import Progress
+from fw.training.stop import StopRequest
+from fw.training.strategy import MeshStrategy, leave
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """How a run ended. ``summary`` is what ``summary.json`` holds; empty where the run did not come that far."""
+
+    exit_code: int
+    run_dir: Path
+    summary: dict[str, Any] = field(default_factory=dict)
+
+
+def train(config: str | Path | Config, *overrides: str) -> TrainResult:
+    """Train what a config describes.
+
+    Args:
+        config: a YAML file, or a config that is loaded already (then without overrides).
+        overrides: ``key=value``, as on the command line.
+
+    Raises:
+        UserError: the config is wrong.
+        RunError: the run failed.
+    """
+    loaded = config if isinstance(config, Config) else configuration.load(config, overrides)
+    world = current_world()
+    recipe = resolve(loaded, world)
+    if recipe.world_size > 1 and not world.launched:
+        return _launch(recipe, [str(f) for f in loaded.files[-1:]], loaded.overrides)
+    return _train_rank(recipe, world)
+
+
+def _launch(recipe: Recipe, files: Sequence[str], overrides: Sequence[str]) -> TrainResult:
+    """Start the ranks. What can be wrong is found here first, where it is said once, and the slow preparation is done once."""
+    _device(recipe, World(local_size=recipe.launch.devices))
+    corpus, _ = _open_data(recipe, say=_say)
+    _open_checkpoint(recipe, corpus)
+    command = [sys.executable, "-m", "fw", "train", *files, *overrides]
+    code = recipe.launcher.launch(command, recipe.launch)
+    summary_file = recipe.run_dir / run_dir.SUMMARY
+    summary = json.loads(summary_file.read_text()) if code == EXIT_OK and summary_file.is_file() else {}
+    return TrainResult(code, recipe.run_dir, summary)
+
+
+def _train_rank(recipe: Recipe, world: World) -> TrainResult:
+    _quiet(world)
+    device = _device(recipe, world)
+    corpus, vocab_size = _open_data(recipe, say=_say if world.is_first else _say_nothing)
+    checkpoint = _open_checkpoint(recipe, corpus)
+    torch.manual_seed(recipe.train.seed * 1_000_003 + world.rank)
+    if checkpoint is not None and checkpoint.state()["step"] >= recipe.train.max_steps:
+        if world.is_first:
+            _say(f"{checkpoint.path} is at step {checkpoint.state()['step']}, train.max_steps is {recipe.train.max_steps}: nothing to do")
+        return TrainResult(EXIT_OK, recipe.run_dir)
+    start_step = checkpoint.state()["step"] if checkpoint is not None else 0
+    if world.is_first:
+        run_dir.make(recipe.run_dir, continues=checkpoint is not None and _inside(checkpoint.path, recipe.run_dir))
+        run_dir.describe(recipe, recipe.run_dir)
+
+    stop = StopRequest()
+    strategy = MeshStrategy(world, recipe.mesh_shape, device, recipe.launch.timeout)
+    module = TrainingModule(recipe, corpus, vocab_size, checkpoint, stop)
+    progress = Progress(recipe.train.max_steps, shown=world.is_first)
+    compute = recipe.precision.policy().compute
+    between = BetweenSteps(recipe, progress, peak_flops(device, compute) * world.size, lambda m: _save(recipe, m))
+    loggers = [p.build(recipe.run_dir, recipe.config.name, start_step) for p in recipe.loggers] if world.is_first else []
+    trainer = pl.Trainer(
+        accelerator=device.type,
+        devices=world.local_size,
+        num_nodes=max(1, world.size // world.local_size),
+        strategy=strategy,
+        logger=loggers or False,
+        callbacks=[between],
+        max_steps=recipe.train.max_steps,
+        max_epochs=-1,
+        val_check_interval=recipe.train.val_every or None,
+        check_val_every_n_epoch=None,
+        limit_val_batches=None if recipe.train.val_every else 0,
+        num_sanity_val_steps=0,
+        log_every_n_steps=recipe.train.log_every,
+        inference_mode=False,  # FSDP would keep tensors made in it
+        use_distributed_sampler=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=recipe.run_dir,
+    )
+    if checkpoint is not None and world.is_first:
+        _say(f"resuming from {checkpoint.path} at step {start_step}")
+    pin = device.type == "cuda"
+    steps = StepOrder(len(corpus.train), recipe.train.global_batch_size, recipe.train.seed, world.rank, world.size, start_step)
+    passes = RankedBatches(len(corpus.val), recipe.micro_batch_size, world.rank, world.size)
+    try:
+        trainer.fit(module, loader(corpus.train, steps, pin), loader(corpus.val, passes, pin))
+        code, summary = stop.exit_code, {}
+        if not stop.decided:
+            summary = finish.finish(recipe, module, between, device)
+        elif world.is_first:
+            _say(_stopped(recipe, module.global_step))
+        if between.save_failed and code == EXIT_OK:
+            raise RunError(f"training finished, but its last checkpoint was not written ({between.save_failed})")
+    finally:
+        leave()
+    return TrainResult(_leave_outcome(code, world), recipe.run_dir, summary)
+
+
+def _open_data(recipe: Recipe, say: Any) -> tuple[Corpus, int]:
+    recipe.data.prepare(say)
+    corpus = recipe.data.open(recipe.train.sequence_length)
+    own, needed = recipe.model.vocab_size, corpus.tokenizer.vocab_size
+    if own is not None and own < needed:
+        place = recipe.config.origin(("model", "vocab_size"))
+        raise UserError(f"{place}: model.vocab_size {own} is smaller than the tokenizer's {needed}; raise it, or leave it out")
+    return corpus, own or needed
+
+
+def _open_checkpoint(recipe: Recipe, corpus: Corpus) -> Reader | None:
+    """The checkpoint to go on from, if any; whole, and trained on the same data."""
+    if not recipe.resume:
+        return None
+    plugin = recipe.checkpoint
+    place = recipe.config.origin(("resume",))
+    if recipe.resume == "auto":
+        path = plugin.latest(recipe.run_dir / run_dir.CHECKPOINTS)
+        if path is None:
+            return None
+    else:
+        given = Path(recipe.resume)
+        path = plugin.latest(given) or plugin.latest(given / run_dir.CHECKPOINTS) or given
+    try:
+        reader = plugin.open(path)
+        if current_world().rank == 0:
+            reader.verify()
+    except (UserError, RunError) as error:
+        raise UserError(f"{place}: {error}") from None
+    if reader.state()["data"] != corpus.fingerprint:
+        raise UserError(f"{place}: {path} was trained on other data than the config gives (tokens differ); use the same data section")
+    return reader
+
+
+def _save(recipe: Recipe, module: TrainingModule) -> Path:
+    stepper, model = module.assembly.stepper, module.assembly.model
+
+    def write_files(directory: Path) -> None:
+        hf = recipe.model.hf_config(module.assembly.vocab_size, recipe.train.sequence_length)
+        hf["dtype"] = str(recipe.precision.policy().parameters).removeprefix("torch.")
+        hf["bos_token_id"] = hf["eos_token_id"] = module.corpus.tokenizer.eos_id
+        (directory / "config.json").write_text(json.dumps(hf, indent=1) + "\n")
+        module.corpus.tokenizer.save(directory)
+        run_dir.describe(recipe, directory)
+
+    snapshot = Snapshot(
+        step=module.global_step,
+        weights={model.hf_name(name): parameter.detach() for name, parameter in stepper.parameters()},
+        optimizer=stepper.optimizer_tensors(),
+        rng=rng_state(module.strategy.root_device),
+        state={
+            "step": module.global_step,
+            "tokens": module.tokens_seen,
+            "scalars": stepper.scalars(),
+            "data": module.corpus.fingerprint,
+            "loader": {
+                "samples_seen": module.global_step * recipe.train.global_batch_size,
+                "global_batch_size": recipe.train.global_batch_size,
+                "seed": recipe.train.seed,
+            },
+        },
+        write_files=write_files,
+    )
+    return recipe.checkpoint.save(recipe.run_dir / run_dir.CHECKPOINTS, snapshot)
+
+
+def _device(recipe: Recipe, world: World) -> torch.device:
+    wanted = recipe.launch.accelerator
+    place = recipe.config.origin(("launch", "accelerator"))
+    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise UserError(f"{place}: launch.accelerator=cuda, but torch sees no CUDA device here")
+    if world.local_size > torch.cuda.device_count():
+        raise UserError(f"{place}: {world.local_size} ranks on a host with {torch.cuda.device_count()} GPUs; a rank needs one of its own")
+    return torch.device("cuda", world.local_rank)
+
+
+def _inside(path: Path, directory: Path) -> bool:
+    return path.resolve().is_relative_to(directory.resolve())
+
+
+def _stopped(recipe: Recipe, step: int) -> str:
+    if not recipe.train.save_every:
+        return f"stopped after step {step}; nothing was saved, since train.save_every is 0"
+    return f"stopped after step {step}; go on with resume=auto"
+
+
+def _leave_outcome(code: int, world: World) -> int:
+    """Tell fw's own launcher of a stop by file, since an elastic agent takes any other exit code than 0 for a failure."""
+    directory = os.environ.get(OUTCOME_DIR)
+    if directory and world.launched and code not in (EXIT_OK, EXIT_FAILED):
+        (Path(directory) / f"rank{world.rank}").write_text(str(code))
+        return EXIT_OK
+    return code
+
+
+def _say(text: str) -> None:
+    print(f"fw: {text}", file=sys.stderr, flush=True)
+
+
+def _say_nothing(text: str) -> None:
+    """What every rank knows, the first one says."""
+
+
+def _quiet(world: World) -> None:
+    """Lightning's advice is for people who write its Trainer's arguments; fw has written them."""
+    for name in ("pytorch_lightning", "lightning.pytorch", "lightning_fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", module="pytorch_lightning|lightning_fabric|lightning_utilities")
+    warnings.filterwarnings("ignore", message=".*`configure_optimizers` returned `None`.*")

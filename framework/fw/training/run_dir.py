@@ -1,0 +1,57 @@
+"""The run directory: made, described, and never emptied of an earlier run."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from fw.errors import RunError
+from fw.recipe import Recipe
+
+METRICS = "metrics.csv"
+SUMMARY = "summary.json"
+REPORT = "report.html"
+CHECKPOINTS = "checkpoints"
+_TRACES = ("config.resolved.yaml", METRICS, CHECKPOINTS)
+
+
+def make(run_dir: Path, continues: bool) -> None:
+    """Create the directory; an earlier run in it is moved aside unless this one continues it."""
+    try:
+        if not continues and any((run_dir / trace).exists() for trace in _TRACES):
+            number = 1
+            while (aside := run_dir.with_name(f"{run_dir.name}.{number}")).exists():
+                number += 1
+            os.rename(run_dir, aside)
+            print(f"fw: {run_dir} held an earlier run, which is now {aside}", file=sys.stderr)
+        run_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RunError(f"train.run_dir: {run_dir} cannot be used: {error.strerror}; give another train.run_dir") from None
+
+
+def describe(recipe: Recipe, directory: Path) -> None:
+    """Write what the run was made of: the configuration unresolved and resolved, the origin of each value, plugin versions.
+
+    ``config.yaml`` is the merged configuration with its interpolations, so that ``fw train`` takes it as it is.
+    """
+    (directory / "config.yaml").write_text(to_yaml(recipe.config.tree))
+    (directory / "config.resolved.yaml").write_text(to_yaml(recipe.tree))
+    origins = {path: str(origin) for path, origin in recipe.origins().items()}
+    (directory / "origins.json").write_text(json.dumps(origins, indent=1) + "\n")
+    (directory / "plugins.json").write_text(json.dumps(recipe.plugin_versions(), indent=1) + "\n")
+
+
+def to_yaml(tree: Any) -> str:
+    """YAML in the order of the tree."""
+    return yaml.safe_dump(_plain(tree), sort_keys=False, allow_unicode=True, width=120)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(inner) for key, inner in value.items()}
+    return [_plain(inner) for inner in value] if isinstance(value, list | tuple) else value

@@ -1,0 +1,39 @@
+"""A sample of text from the model in training, to be read by a person. The inference engine is another thing."""
+
+from __future__ import annotations
+
+import torch
+
+from fw.kinds.data import Tokenizer
+from fw.kinds.sharding import Stepper
+
+
+@torch.no_grad()
+def sample(
+    stepper: Stepper,
+    tokenizer: Tokenizer,
+    prompt: str,
+    tokens: int,
+    context: int,
+    device: torch.device,
+    temperature: float = 0.8,
+    top_k: int = 40,
+) -> str:
+    """Continue ``prompt`` by up to ``tokens`` tokens; the same text on every rank. Collective where the model is sharded.
+
+    The whole context is computed anew for each token: no cache, nothing to agree on with one.
+    """
+    generator = torch.Generator().manual_seed(0)
+    ids = tokenizer.encode(prompt) or [tokenizer.eos_id]
+    produced: list[int] = []
+    stepper.module.eval()
+    for _ in range(tokens):
+        window = torch.tensor([(ids + produced)[-context:]], device=device)
+        with stepper.forward_context():
+            logits_V = stepper.module(window)[0, -1].float().cpu()[: tokenizer.vocab_size]
+        values, choices = (logits_V / temperature).topk(min(top_k, len(logits_V)))
+        choice = int(choices[torch.multinomial(values.softmax(-1), 1, generator=generator)])
+        if choice == tokenizer.eos_id:
+            break
+        produced.append(choice)
+    return tokenizer.decode(produced)

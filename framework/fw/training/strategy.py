@@ -1,0 +1,110 @@
+"""The one Lightning strategy: ranks, their device mesh and their barriers. How the model is divided is not its business."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning_fabric.plugins.environments import ClusterEnvironment, LightningEnvironment, TorchElasticEnvironment
+from pytorch_lightning.strategies import ParallelStrategy
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from fw.recipe import World
+
+
+class MeshStrategy(ParallelStrategy):
+    """Starts the process group and the mesh before the model is configured; wraps, moves and saves nothing.
+
+    Lightning's own distributed strategies each own a way of sharding. Here sharding plugins own theirs, inside ``configure_model``, so
+    that one strategy serves all of them, on the CPU (gloo) and on GPUs (nccl, with gloo for what lives on the host).
+    """
+
+    def __init__(self, world: World, mesh_shape: Mapping[str, int], device: torch.device, timeout_seconds: int) -> None:
+        environment: ClusterEnvironment = TorchElasticEnvironment() if world.launched else LightningEnvironment()
+        super().__init__(cluster_environment=environment)
+        self._world = world
+        self._mesh_shape = dict(mesh_shape)
+        self._device = device
+        self._timeout = datetime.timedelta(seconds=timeout_seconds)
+        self.mesh: DeviceMesh | None = None
+
+    @property
+    def root_device(self) -> torch.device:
+        """This rank's device."""
+        return self._device
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether there is a process group."""
+        return bool(self._mesh_shape)
+
+    def setup_environment(self) -> None:
+        """Join the process group and build the mesh."""
+        super().setup_environment()
+        if self._mesh_shape and self.mesh is None:
+            if not dist.is_initialized():
+                backend = "cpu:gloo,cuda:nccl" if self._device.type == "cuda" else "gloo"
+                # A world of one rank (ddp or fsdp on a single device) needs nobody to meet.
+                store = None if self._world.launched else dist.HashStore()
+                dist.init_process_group(
+                    backend, store=store, rank=self._world.rank, world_size=self._world.size, timeout=self._timeout
+                )
+            names, sizes = tuple(self._mesh_shape), tuple(self._mesh_shape.values())
+            self.mesh = init_device_mesh(self._device.type, sizes, mesh_dim_names=names)
+
+    def model_to_device(self) -> None:
+        """The model was made where it belongs."""
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for all ranks."""
+        if dist.is_initialized():
+            dist.barrier()
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """A rank's object on all ranks."""
+        if not dist.is_initialized():
+            return obj
+        objects = [obj]
+        dist.broadcast_object_list(objects, src)
+        return objects[0]
+
+    def reduce(self, tensor: Tensor | Any, group: Any = None, reduce_op: Any = "mean") -> Tensor | Any:
+        """Sum or mean over all ranks."""
+        if not isinstance(tensor, Tensor) or not dist.is_initialized():
+            return tensor
+        total = tensor.clone()
+        dist.all_reduce(total, group=group)
+        return total / self._world.size if reduce_op in (None, "mean", "avg") else total
+
+    def sum_on_host(self, values: list[float]) -> list[float]:
+        """Sums over all ranks of a few numbers; waits for no GPU."""
+        return self._reduce_on_host(values, dist.ReduceOp.SUM)
+
+    def max_on_host(self, values: list[float]) -> list[float]:
+        """The largest over all ranks of a few numbers; waits for no GPU."""
+        return self._reduce_on_host(values, dist.ReduceOp.MAX)
+
+    def _reduce_on_host(self, values: list[float], operation: dist.ReduceOp.RedOpType) -> list[float]:
+        if not dist.is_initialized():
+            return values
+        tensor = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(tensor, operation)
+        reduced: list[float] = tensor.tolist()
+        return reduced
+
+    def teardown(self) -> None:
+        """Leave the process group to :func:`leave`: what follows fit still needs it."""
+        assert self.accelerator is not None
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+
+
+def leave() -> None:
+    """Leave the process group, if there is one; ranks that end without it sometimes die in their last moments."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+

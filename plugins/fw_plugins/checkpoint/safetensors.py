@@ -1,0 +1,237 @@
+"""Sharded safetensors in the Hugging Face layout, with optimizer and trainer state beside the weights."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from fw.checkpointing import commit
+from fw.checkpointing.placement import local_part
+from fw.checkpointing.stream import Digest, SafetensorsWriter, index, split
+from fw.config import parse_size
+from fw.errors import RunError, UserError
+from fw.kinds.checkpoint import CheckpointPlugin, Reader, Snapshot
+
+STATE = "trainer.json"
+RNG = "rng.safetensors"
+
+
+@dataclass
+class SafetensorsConfig:
+    """How large the files are."""
+
+    max_shard_size: str = "5GiB"
+    """A file is closed before it grows beyond this; a tensor lies in one file. While saving, a rank holds one whole tensor more."""
+
+    def __post_init__(self) -> None:
+        if parse_size(self.max_shard_size) < 1:
+            raise UserError(f"checkpoint.max_shard_size: {self.max_shard_size} is too small")
+
+
+class SafetensorsCheckpoint(CheckpointPlugin):
+    """Sharded safetensors that transformers loads as they are; written aside, hashed, made durable, then renamed."""
+
+    api = 1
+    Config = SafetensorsConfig
+    config: SafetensorsConfig
+
+    def save(self, directory: Path, snapshot: Snapshot) -> Path:
+        """Write a step directory; every rank writes the files assigned to it."""
+        rank, ranks = _rank()
+        final = directory / f"step-{snapshot.step:08d}"
+        temporary = final.with_name(f"{final.name}.tmp")
+        problem = ""
+        digests: dict[str, Digest] = {}
+        if rank == 0:
+            try:
+                shutil.rmtree(temporary, ignore_errors=True)
+                temporary.mkdir(parents=True)
+            except OSError as error:
+                problem = f"{temporary}: {error.strerror or error}"
+        _agree(problem)
+
+        for stem, tensors in (("model", snapshot.weights), ("optimizer", snapshot.optimizer)):
+            try:
+                files = split(tensors, stem, parse_size(self.config.max_shard_size))
+                digests |= _write_files(temporary, files, tensors, rank, ranks)
+                if rank == 0 and len(files) > 1:
+                    (temporary / f"{stem}.safetensors.index.json").write_text(json.dumps(index(files, tensors), indent=1))
+            except OSError as error:
+                problem = f"{temporary}: {error.strerror or error}"
+            _agree(problem)
+
+        rngs = _gather({f"rank{rank}.{name}": tensor for name, tensor in snapshot.rng.items()})
+        all_digests = _gather(digests)
+        if rank == 0:
+            try:
+                save_file({k: v for part in rngs for k, v in part.items()}, temporary / RNG)
+                (temporary / STATE).write_text(json.dumps(dict(snapshot.state), indent=1) + "\n")
+                snapshot.write_files(temporary)
+                known = {name: digest for part in all_digests for name, digest in part.items()}
+                commit.write_manifest(temporary, known, {"step": snapshot.step, "world_size": ranks})
+                commit.publish(temporary, final)
+            except OSError as error:
+                problem = f"{temporary}: {error.strerror or error}"
+        _agree(problem)
+        return final
+
+    def latest(self, directory: Path) -> Path | None:
+        """Where ``latest`` points, else the last whole step directory."""
+        link = directory / "latest"
+        if (link / commit.MANIFEST).is_file():
+            return link.resolve()
+        steps = sorted(p for p in directory.glob("step-*") if p.suffix != ".tmp" and (p / commit.MANIFEST).is_file())
+        return steps[-1] if steps else None
+
+    def open(self, path: Path) -> Reader:
+        """Check the manifest and open the files for mapping."""
+        if not path.is_dir():
+            raise UserError(f"{path} is no checkpoint: no such directory")
+        return SafetensorsReader(path.resolve())
+
+
+def _write_files(
+    directory: Path, files: Mapping[str, list[str]], tensors: Mapping[str, Tensor], rank: int, ranks: int
+) -> dict[str, Digest]:
+    """Write this rank's files. Gathering is collective, so a rank whose disk fails goes on gathering and reports at the end."""
+    digests: dict[str, Digest] = {}
+    failure: OSError | None = None
+    for number, (file, names) in enumerate(files.items()):
+        writer = None
+        if number % ranks == rank and failure is None:
+            try:
+                writer = SafetensorsWriter(directory / file, {name: tensors[name] for name in names})
+            except OSError as error:
+                failure = error
+        for name in names:
+            tensor = tensors[name]
+            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            if writer is not None and failure is None:
+                try:
+                    writer.write(whole)
+                except OSError as error:
+                    failure = error
+        if writer is not None:
+            try:
+                writer.close()
+                digests[file] = writer.digest
+            except OSError as error:
+                failure = failure or error
+    if failure is not None:
+        raise failure
+    return digests
+
+
+class SafetensorsReader(Reader):
+    """Reads slices from memory-mapped files."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        commit.read_manifest(path)
+
+    def verify(self) -> None:
+        """Compare every file with the manifest's digests."""
+        commit.verify(self.path)
+
+    def weights(self, targets: Mapping[str, Tensor]) -> None:
+        """Fill the targets; all of them and nothing else must be in the files."""
+        found = _Files(self.path, "model")
+        missing, unexpected = sorted(set(targets) - set(found.where)), sorted(set(found.where) - set(targets))
+        shapes = [
+            f"{name} is {found.shape(name)} in the file and {tuple(target.shape)} in the model"
+            for name, target in targets.items()
+            if name in found.where and found.shape(name) != tuple(target.shape)
+        ]
+        problems = [f"missing: {_some(missing)}"] * bool(missing) + [f"unexpected: {_some(unexpected)}"] * bool(unexpected)
+        if problems or shapes:
+            raise RunError(f"{self.path} does not fit the model: {'; '.join(problems + shapes[:5])}")
+        for name, target in targets.items():
+            found.fill(name, target)
+
+    def optimizer(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Every tensor, placed like its parameter where it has that shape."""
+        found = _Files(self.path, "optimizer")
+        tensors = {}
+        for path in found.where:
+            name = path.rpartition("/")[0]
+            if name not in parameters:
+                raise RunError(f"{self.path}: optimizer state of '{name}', which the model does not have")
+            parameter = parameters[name]
+            if found.shape(path) == tuple(parameter.shape):
+                tensors[path] = torch.empty_like(parameter, dtype=found.dtype(path), requires_grad=False)
+                found.fill(path, tensors[path])
+            else:
+                tensors[path] = found.whole(path).to(parameter.device)
+        return tensors
+
+    def state(self) -> dict[str, Any]:
+        """The trainer's JSON."""
+        state: dict[str, Any] = json.loads((self.path / STATE).read_text())
+        return state
+
+    def rng(self, rank: int) -> dict[str, Tensor]:
+        """Generator states of a rank."""
+        prefix = f"rank{rank}."
+        with safe_open(self.path / RNG, framework="pt") as file:
+            return {name[len(prefix) :]: file.get_tensor(name) for name in file.keys() if name.startswith(prefix)}  # noqa: SIM118
+
+
+class _Files:
+    """The tensors of one stem, over all its files."""
+
+    def __init__(self, directory: Path, stem: str) -> None:
+        self.where: dict[str, Any] = {}
+        for path in sorted(directory.glob(f"{stem}*.safetensors")):
+            file = safe_open(path, framework="pt")
+            self.where.update(dict.fromkeys(file.keys(), file))
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self.where[name].get_slice(name).get_shape())
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self.whole(name).dtype if not self.shape(name) else self.where[name].get_slice(name)[:0].dtype
+
+    def whole(self, name: str) -> Tensor:
+        tensor: Tensor = self.where[name].get_tensor(name)
+        return tensor
+
+    @torch.no_grad()
+    def fill(self, name: str, target: Tensor) -> None:
+        local, where = local_part(target)
+        if local.numel():
+            local.copy_(self.where[name].get_slice(name)[where] if where else self.whole(name))
+
+
+def _some(names: Iterable[str], limit: int = 8) -> str:
+    names = list(names)
+    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
+
+
+def _rank() -> tuple[int, int]:
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def _gather(value: Any) -> list[Any]:
+    if not dist.is_initialized():
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def _agree(problem: str) -> None:
+    """End the save on every rank if it failed on any."""
+    problems = [p for p in _gather(problem) if p]
+    if problems:
+        raise RunError(f"checkpoint not written: {problems[0]}; what was there before is untouched")

@@ -1,0 +1,219 @@
+"""Plain text: files, globs, or the documentation that comes with every Python."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from tokenizers import Tokenizer
+from tqdm import tqdm
+
+from fw.errors import UserError
+from fw.kinds.data import Corpus, DataPlugin, Say
+from fw_plugins.data import sources
+from fw_plugins.data.blocks import TokenBlocks
+from fw_plugins.data.tokenizer import JsonTokenizer, byte_tokenizer, train_bpe
+
+_FORMAT = 1
+_BATCH = 256
+
+
+@dataclass
+class TextConfig:
+    """Text, how it becomes tokens, and what is held out."""
+
+    files: list[str] = field(default_factory=list)
+    """Text files or globs (`**` goes into folders), UTF-8, relative to the current directory. A file is a document; long ones are cut."""
+    source: Literal["files", "python-docs"] = "files"
+    """`python-docs`: about 2 MB of English that every Python carries, the language reference and the library's docstrings."""
+    tokenizer: Literal["bpe", "byte"] = "bpe"
+    """`bpe`: byte-level BPE trained on the training split. `byte`: a token per byte, sequences about four times as long."""
+    vocab_size: int = 4096
+    """Ids of a bpe tokenizer. Embedding and logits grow in proportion."""
+    val_fraction: float = 0.05
+    """Share of the text held out for validation, by whole documents."""
+    cache_dir: str = ""
+    """Where tokenizer and ids are kept, to be memory-mapped; empty for $FW_CACHE, else fw under the user's cache directory."""
+
+    def __post_init__(self) -> None:
+        if self.source == "files" and not self.files:
+            raise UserError("data.files: no files given; name some, or set data.source=python-docs")
+        if self.source != "files" and self.files:
+            raise UserError(f"data.files: given together with data.source={self.source}; leave out one of them")
+        if self.tokenizer == "bpe" and self.vocab_size < 257:
+            raise UserError(f"data.vocab_size: {self.vocab_size} is too small; 256 bytes and the end of text take 257")
+        if not 0 < self.val_fraction < 1:
+            raise UserError(f"data.val_fraction: {self.val_fraction} is not between 0 and 1")
+
+
+class TextData(DataPlugin):
+    """Text files, globs or Python's own documentation; byte or BPE tokens, memory-mapped, split by document without leakage."""
+
+    api = 1
+    Config = TextConfig
+    config: TextConfig
+
+    def __init__(self, config: TextConfig) -> None:
+        super().__init__(config)
+        self._directory: Path | None = None
+
+    def prepare(self, say: Say) -> None:
+        """Split, train the tokenizer, tokenize; once per text and settings."""
+        root = _cache_root(self.config.cache_dir)
+        directory = root / f"text-{self._key()}"
+        self._directory = directory
+        if (directory / "meta.json").is_file():
+            return
+        root.mkdir(parents=True, exist_ok=True)
+        with (root / f"{directory.name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # released when the file closes, also by a kill
+            if (directory / "meta.json").is_file():
+                return
+            temporary = directory.with_name(f"{directory.name}.tmp")
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir()
+            try:
+                self._build(temporary, say)
+                shutil.rmtree(directory, ignore_errors=True)
+                temporary.rename(directory)
+            finally:
+                shutil.rmtree(temporary, ignore_errors=True)
+
+    def open(self, sequence_length: int) -> Corpus:
+        """Map what :meth:`prepare` left on disk."""
+        assert self._directory is not None, "prepare() comes first"
+        directory = self._directory
+        meta = json.loads((directory / "meta.json").read_text())
+        tokenizer = JsonTokenizer(Tokenizer.from_file(str(directory / "tokenizer.json")))
+        train = TokenBlocks(directory / "train.bin", meta["dtype"], sequence_length, keep_tail=False)
+        val = TokenBlocks(directory / "val.bin", meta["dtype"], sequence_length, keep_tail=True)
+        if not len(train):
+            raise UserError(
+                f"data: {train.tokens} tokens of training text fill no sequence of {sequence_length};"
+                f" give more text or set train.sequence_length to {max(1, train.tokens - 1)} or less"
+            )
+        return Corpus(
+            train=train,
+            val=val,
+            tokenizer=tokenizer,
+            fingerprint=meta["fingerprint"],
+            train_tokens=train.tokens,
+            val_tokens=val.tokens,
+            val_bytes=meta["val_bytes"],
+            train_text=lambda: [tokenizer.decode(ids) for ids in train.documents(tokenizer.eos_id)],
+            val_text=lambda: [tokenizer.decode(ids) for ids in val.documents(tokenizer.eos_id)],
+        )
+
+    def _documents(self) -> Iterator[str]:
+        if self.config.source == sources.PYTHON_DOCS:
+            return sources.from_python()
+        return sources.from_files(sources.find_files(self.config.files))
+
+    def _key(self) -> str:
+        """What the cache depends on: settings, and the files' sizes and times or Python's version."""
+        if self.config.source == sources.PYTHON_DOCS:
+            content: object = sources.python_version()
+        else:
+            stats = [(str(f.resolve()), f.stat()) for f in sources.find_files(self.config.files)]
+            content = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
+        settings = {**asdict(self.config), "cache_dir": "", "format": _FORMAT, "content": content}
+        return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
+
+    def _build(self, directory: Path, say: Say) -> None:
+        kept, held_out, duplicates, val_bytes = _split(self._documents(), self.config.val_fraction)
+        say(f"data: {kept + len(held_out)} documents, {duplicates} exact duplicates removed, {len(held_out)} held out for validation")
+
+        def split(validation: bool) -> Iterator[str]:
+            seen: set[bytes] = set()
+            for text in self._documents():
+                digest = _digest(text)
+                if digest not in seen and (digest in held_out) == validation:
+                    yield text
+                seen.add(digest)
+
+        if self.config.tokenizer == "byte":
+            tokenizer = JsonTokenizer(byte_tokenizer())
+        else:
+            say(f"data: training a BPE tokenizer of {self.config.vocab_size} ids on the training split")
+            tokenizer = JsonTokenizer(train_bpe(split(validation=False), self.config.vocab_size))
+        tokenizer.save(directory)
+        dtype = "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
+        content = hashlib.sha256((directory / "tokenizer.json").read_bytes())
+        counts = {}
+        for name, total in (("train", kept), ("val", len(held_out))):
+            counts[name] = _write_ids(directory / f"{name}.bin", split(name == "val"), tokenizer, dtype, f"tokenizing {name}", total, content)
+        say(f"data: {counts['train']:,} training tokens and {counts['val']:,} for validation")
+        meta = {"dtype": dtype, "val_bytes": val_bytes, "fingerprint": content.hexdigest(), **counts}
+        (directory / "meta.json").write_text(json.dumps(meta))
+
+
+def _digest(text: str) -> bytes:
+    return hashlib.sha256(text.encode()).digest()
+
+
+def _split(documents: Iterator[str], fraction: float) -> tuple[int, set[bytes], int, int]:
+    """Choose whole documents for validation, in the order of their hashes, until their share of the bytes is reached.
+
+    Returns:
+        documents to train on, digests of those held out, duplicates dropped, and bytes held out.
+    """
+    sizes: dict[bytes, int] = {}
+    duplicates = 0
+    for text in documents:
+        digest = _digest(text)
+        duplicates += digest in sizes
+        sizes[digest] = len(text.encode())
+    if len(sizes) < 2:
+        raise UserError(f"data: {len(sizes)} documents, too few to hold one out for validation; give more text")
+    wanted = fraction * sum(sizes.values())
+    # A large document first in the order of hashes must not take several times the share.
+    largest = max(wanted / 4, min(sizes.values()))
+    held_out: set[bytes] = set()
+    held_bytes = 0
+    for digest in sorted(sizes):
+        if held_bytes >= wanted or len(held_out) == len(sizes) - 1:
+            break
+        if sizes[digest] <= largest:
+            held_out.add(digest)
+            held_bytes += sizes[digest]
+    return len(sizes) - len(held_out), held_out, duplicates, held_bytes
+
+
+def _write_ids(
+    file: Path, texts: Iterator[str], tokenizer: JsonTokenizer, dtype: str, label: str, total: int, content: hashlib._Hash
+) -> int:
+    """``EOS document EOS document EOS`` as raw little-endian ids; returns how many."""
+    eos = np.array([tokenizer.eos_id], dtype)
+    count = 0
+    with file.open("wb") as out, tqdm(total=total, desc=label, unit="doc", leave=False, disable=None) as bar:
+
+        def put(ids: np.ndarray[tuple[int], np.dtype[np.unsignedinteger]]) -> None:
+            nonlocal count
+            data = ids.tobytes()
+            out.write(data)
+            content.update(data)
+            count += len(ids)
+
+        put(eos)
+        while batch := list(islice(texts, _BATCH)):
+            for ids in tokenizer.encode_all(batch):
+                put(np.array([*ids, tokenizer.eos_id], dtype))
+            bar.update(len(batch))
+    return count
+
+
+def _cache_root(cache_dir: str) -> Path:
+    if cache_dir:
+        return Path(cache_dir).expanduser()
+    if "FW_CACHE" in os.environ:
+        return Path(os.environ["FW_CACHE"])
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fw"

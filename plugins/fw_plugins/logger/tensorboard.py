@@ -1,0 +1,19 @@
+"""Metrics as TensorBoard events."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pytorch_lightning.loggers import Logger, TensorBoardLogger
+
+from fw.kinds.logger import LoggerPlugin
+
+
+class TensorBoardMetrics(LoggerPlugin):
+    """TensorBoard event files in the run directory's ``tensorboard`` folder."""
+
+    api = 1
+
+    def build(self, run_dir: Path, run_name: str, start_step: int) -> Logger:
+        """Events after ``start_step`` of an earlier attempt are hidden by ``purge_step``."""
+        return TensorBoardLogger(run_dir, name="", version="tensorboard", purge_step=start_step + 1 if start_step else None)

@@ -1,0 +1,50 @@
+"""Next-token prediction."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fw.kinds.data import IGNORED
+from fw.kinds.model import Head
+from fw.kinds.objective import ObjectivePlugin
+
+
+@dataclass
+class CausalLMConfig:
+    """Next-token prediction has one choice."""
+
+    z_loss: float = 0.0
+    """Weight of log²Z per token, which keeps logits from drifting (PaLM, https://arxiv.org/abs/2204.02311); 0 for none. It enters
+    the reported training loss, not the validation loss."""
+
+
+class CausalLMObjective(ObjectivePlugin):
+    """Cross-entropy of the next token, in fp32, averaged over the target tokens of the whole global batch."""
+
+    api = 1
+    Config = CausalLMConfig
+    config: CausalLMConfig
+
+    def count(self, batch: Mapping[str, Tensor]) -> int:
+        """Target tokens."""
+        return int((batch["labels"] != IGNORED).sum())
+
+    def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        """Summed cross-entropy, a fp32 scalar."""
+        labels_T = batch["labels"].flatten()
+        z_loss = self.config.z_loss if model.training else 0.0
+
+        def readout(x_BLD: Tensor, head: Head) -> Tensor:
+            logits_TV = head(x_BLD).flatten(0, 1).float()
+            loss = F.cross_entropy(logits_TV, labels_T, ignore_index=IGNORED, reduction="sum")
+            if z_loss:
+                log_z_T = logits_TV.logsumexp(-1)[labels_T != IGNORED]
+                loss = loss + z_loss * log_z_T.square().sum()
+            return loss
+
+        loss: Tensor = model(batch["input_ids"], readout=readout)
+        return loss

@@ -1,0 +1,90 @@
+"""Every rank keeps everything and sees other data; gradients are averaged."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
+
+from fw.errors import UserError
+from fw.kinds.model import CausalLM
+from fw.kinds.optimizer import OptimizerSpec
+from fw.kinds.precision import PrecisionPolicy
+from fw.kinds.sharding import ShardingPlugin, Stepper
+from fw_plugins.sharding.torch_stepper import TorchStepper
+
+
+@dataclass
+class DDPConfig:
+    """How gradients travel."""
+
+    bucket_mb: int = 25
+    """MiB of gradients per all-reduce. Larger buckets overlap less and take that much more memory unless they are views."""
+    gradient_as_bucket_view: bool = True
+    """Let gradients live in the buckets, which saves a copy of all gradients."""
+    static_graph: bool = False
+    """Promise that every step uses the same parameters in the same order: less bookkeeping."""
+
+    def __post_init__(self) -> None:
+        if self.bucket_mb < 1:
+            raise UserError(f"sharding.bucket_mb: {self.bucket_mb} is too small; the least is 1")
+
+
+class DDP(ShardingPlugin):
+    """Data parallel (torch DDP): a full copy of parameters, gradients and optimizer state on every rank."""
+
+    api = 1
+    Config = DDPConfig
+    config: DDPConfig
+
+    def mesh_shape(self, world_size: int) -> dict[str, int]:
+        """All ranks are replicas."""
+        return {"replicate": world_size}
+
+    def shard(self, model: CausalLM, mesh: DeviceMesh | None, policy: PrecisionPolicy) -> None:
+        """Nothing to divide; the wrapper comes with the step."""
+
+    def stepper(
+        self, model: CausalLM, mesh: DeviceMesh | None, policy: PrecisionPolicy, spec: OptimizerSpec, clip_norm: float
+    ) -> Stepper:
+        """The plain step over averaged gradients."""
+        assert mesh is not None
+        return _DDPStepper(model, mesh, policy, spec, clip_norm, self.config)
+
+
+class _DDPStepper(TorchStepper):
+    def __init__(
+        self, model: CausalLM, mesh: DeviceMesh, policy: PrecisionPolicy, spec: OptimizerSpec, clip_norm: float, config: DDPConfig
+    ) -> None:
+        super().__init__(model, policy, spec, clip_norm, replicas=mesh.size())
+        self._wrapped = DistributedDataParallel(
+            model,
+            process_group=mesh.get_group(),
+            bucket_cap_mb=config.bucket_mb,
+            gradient_as_bucket_view=config.gradient_as_bucket_view,
+            static_graph=config.static_graph,
+            init_sync=False,  # weights are equal by construction
+            broadcast_buffers=False,
+        )
+        if policy.reduce != policy.parameters:
+            self._wrapped.register_comm_hook(policy.reduce, _reduce_in)
+
+    @property
+    def module(self) -> nn.Module:
+        return self._wrapped
+
+    def micro_batch(self, last: bool) -> AbstractContextManager[object]:
+        return nullcontext() if last else self._wrapped.no_sync()
+
+
+def _reduce_in(dtype: torch.dtype, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """Average a bucket in ``dtype``, then give it back in its own."""
+    buffer = bucket.buffer()
+    work = dist.all_reduce(buffer.to(dtype).div_(dist.get_world_size()), async_op=True)
+    assert work is not None
+    return work.get_future().then(lambda future: buffer.copy_(future.value()[0]))

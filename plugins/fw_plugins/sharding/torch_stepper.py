@@ -1,0 +1,142 @@
+"""The step over plain torch optimizers: what single, ddp and fsdp share, and where each differs is a method."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from fw.kinds.model import CausalLM
+from fw.kinds.optimizer import OptimizerSpec
+from fw.kinds.precision import LossScaling, PrecisionPolicy
+from fw.kinds.sharding import Stepper, StepResult
+
+
+class LossScale:
+    """The state of dynamic loss scaling."""
+
+    def __init__(self, scaling: LossScaling | None) -> None:
+        self.scaling = scaling
+        self.value = scaling.initial_scale if scaling else 1.0
+        self.good_steps = 0
+
+    def update(self, finite: bool) -> None:
+        """Halve after an overflow, double after a long enough run of good steps."""
+        assert self.scaling is not None
+        if not finite:
+            self.value, self.good_steps = self.value / 2, 0
+            return
+        self.good_steps += 1
+        if self.good_steps == self.scaling.growth_interval:
+            self.value, self.good_steps = self.value * 2, 0
+
+
+class TorchStepper(Stepper):
+    """Autograd, one torch optimizer, clipping by the global norm. ``replicas`` ranks average their gradients, so losses are scaled up."""
+
+    def __init__(self, model: CausalLM, policy: PrecisionPolicy, spec: OptimizerSpec, clip_norm: float, replicas: int = 1) -> None:
+        self._model = model
+        self._policy = policy
+        self._clip_norm = clip_norm
+        self._replicas = replicas
+        self._scale = LossScale(policy.loss_scaling)
+        self._lr = spec.lr
+        self._device = next(model.parameters()).device
+        undecayed = model.undecayed()
+        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        groups = [
+            {"params": [p for name, p in named if name not in undecayed], "weight_decay": spec.weight_decay},
+            {"params": [p for name, p in named if name in undecayed], "weight_decay": 0.0},
+        ]
+        self._optimizer = spec.cls([g for g in groups if g["params"]], lr=spec.lr, **spec.arguments)
+
+    @property
+    def module(self) -> nn.Module:
+        """The model, unwrapped."""
+        return self._model
+
+    @property
+    def lr(self) -> float:
+        """The specification's learning rate."""
+        return self._lr
+
+    def forward_context(self) -> AbstractContextManager[object]:
+        """Autocast where compute has another dtype than the parameters."""
+        if self._policy.compute == self._policy.parameters:
+            return nullcontext()
+        return torch.autocast(self._device.type, dtype=self._policy.compute)
+
+    def micro_batch(self, last: bool) -> AbstractContextManager[object]:
+        """Nothing to hold back."""
+        return nullcontext()
+
+    def backward(self, loss: Tensor) -> None:
+        """Accumulate into ``.grad``."""
+        (loss * (self._scale.value * self._replicas)).backward()
+
+    def step(self, lr_factor: float) -> StepResult:
+        """Norm, clip, update, drop the gradients."""
+        grads = [p.grad for group in self._optimizer.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm(grads)
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        norm = norm / self._scale.value
+        if self._scale.scaling is not None:
+            finite = bool(norm.isfinite())  # one synchronisation with the device, which scaling cannot do without
+            unscale = 1 / self._scale.value
+            self._scale.update(finite)
+            if not finite:
+                self._optimizer.zero_grad()
+                return StepResult(norm, skipped=True)
+            self._multiply(grads, self._clip_factor(norm) * unscale)
+        elif self._clip_norm:
+            self._multiply(grads, self._clip_factor(norm))
+        for group in self._optimizer.param_groups:
+            group["lr"] = self._lr * lr_factor
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        return StepResult(norm)
+
+    def _clip_factor(self, norm: Tensor) -> Tensor:
+        if not self._clip_norm:
+            return torch.ones_like(norm)
+        return (self._clip_norm / (norm + 1e-6)).clamp(max=1.0)
+
+    @staticmethod
+    def _multiply(grads: list[Tensor], factor: Tensor) -> None:
+        local = [g.to_local() if isinstance(g, DTensor) else g for g in grads]
+        torch._foreach_mul_(local, factor)
+
+    def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The model's own names."""
+        return self._model.named_parameters()
+
+    def optimizer_tensors(self) -> dict[str, Tensor]:
+        """Every tensor of the optimizer's state."""
+        return {
+            f"{name}/{key}": value
+            for name, parameter in self.parameters()
+            for key, value in self._optimizer.state.get(parameter, {}).items()
+            if isinstance(value, Tensor)
+        }
+
+    def load_optimizer_tensors(self, tensors: dict[str, Tensor]) -> None:
+        """Put them where the optimizer looks for them."""
+        parameters = dict(self.parameters())
+        for path, tensor in tensors.items():
+            name, _, key = path.rpartition("/")
+            self._optimizer.state[parameters[name]][key] = tensor
+
+    def scalars(self) -> dict[str, Any]:
+        """The loss scale, where there is one."""
+        if self._scale.scaling is None:
+            return {}
+        return {"loss_scale": self._scale.value, "good_steps": self._scale.good_steps}
+
+    def load_scalars(self, scalars: dict[str, Any]) -> None:
+        """Take the loss scale back."""
+        if self._scale.scaling is not None and "loss_scale" in scalars:
+            self._scale.value, self._scale.good_steps = scalars["loss_scale"], scalars["good_steps"]
