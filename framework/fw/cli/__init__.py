@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import atexit
 import importlib
 import os
 import sys
+import threading
+import traceback
 from collections.abc import Sequence
+from typing import NoReturn
 
 from fw import __version__
 from fw.errors import EXIT_FAILED, EXIT_INTERRUPTED, FwError, UserError
@@ -17,6 +21,8 @@ VERBS = {
     "plugins": "list and describe plugins",
 }
 
+_DEBUG = "FW_DEBUG"
+
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> None:  # type: ignore[override]
@@ -25,26 +31,58 @@ class _Parser(argparse.ArgumentParser):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run ``fw``. Returns the exit code; errors made on purpose are one sentence on stderr."""
+    code = _guarded(arguments)
+    if arguments is None and "RANK" in os.environ:
+        _end_rank(code)
+    return code
+
+
+def _end_rank(code: int) -> NoReturn:
+    """End a rank's process without tearing the interpreter down.
+
+    gloo's threads outlive ``destroy_process_group`` wherever DTensors keep the group alive, and one that drops its last collective
+    while Python finalizes takes the process down with ``std::terminate`` ("terminate called without an active exception"), after the
+    run has succeeded. So everything that is owed at exit is done here, and the rest is left to the kernel.
+    """
+    threading._shutdown()  # type: ignore[attr-defined]  # joins the threads that are no daemons, as the interpreter would
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _guarded(arguments: Sequence[str] | None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
-    debug = "--debug" in words
+    if "--debug" in words:
+        os.environ[_DEBUG] = "1"  # the ranks that this process starts inherit it
+    debug = _DEBUG in os.environ
     words = [word for word in words if word != "--debug"]
     try:
         return _run(words)
-    except FwError as error:
-        if debug:
-            raise
-        # Every rank finds the same mistake in its input; it is said once. What fails on one rank alone names that rank.
-        rank, first = os.environ.get("RANK", ""), os.environ.get("LOCAL_RANK", "0") == "0"
-        if isinstance(error, UserError) and not first:
-            return error.exit_code
-        print(f"fw: error{f' (rank {rank})' if rank not in ('', '0') else ''}: {error}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        print("fw: interrupted", file=sys.stderr)
-        return EXIT_INTERRUPTED
     except BrokenPipeError:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - the reader of our output has gone; the interpreter flushes at exit
         return EXIT_FAILED
+    except Exception as error:
+        if debug:
+            traceback.print_exc()
+        return _report(error)
+    except KeyboardInterrupt:
+        print("fw: interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+
+
+def _report(error: Exception) -> int:
+    """Say what went wrong in one sentence; returns the exit code."""
+    rank = os.environ.get("RANK", "")
+    where = f" (rank {rank})" if rank not in ("", "0") else ""
+    if isinstance(error, FwError):
+        # Every rank finds the same mistake in its input; it is said once. What fails on one rank alone names that rank.
+        if not isinstance(error, UserError) or os.environ.get("LOCAL_RANK", "0") == "0":
+            print(f"fw: error{where}: {error}", file=sys.stderr)
+        return error.exit_code
+    first_line = (str(error).splitlines() or [""])[0]
+    print(f"fw: error{where}: {type(error).__name__}: {first_line} (unexpected; --debug shows the traceback)", file=sys.stderr)
+    return EXIT_FAILED
 
 
 def _run(words: list[str]) -> int:

@@ -61,9 +61,10 @@ def _place(config: Config, path: Path, message: str) -> str:
 
 def _assign(node: DictConfig, cls: type, key: str, value: Any, config: Config, path: Path) -> None:
     place = f"{config.origin(path)}: {'.'.join(path)}"
+    if isinstance(value, str) and typing.get_origin(typing.get_type_hints(cls)[key]) is list and "${" not in value:
+        value = [value]  # a list of one may be written without brackets
     try:
-        field = OmegaConf.merge(node, {key: value})
-        node[key] = field._get_node(key)
+        OmegaConf.update(node, key, value)
         OmegaConf.select(node, key)  # resolves an interpolation now, so that its error has this place
     except InterpolationKeyError as error:
         raise UserError(f"{place}: {_first_line(error)}") from None

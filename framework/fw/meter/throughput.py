@@ -8,33 +8,38 @@ from contextlib import contextmanager
 
 
 class Throughput:
-    """Counts tokens and the seconds they took. The first step of a run warms up and is counted in neither."""
+    """Counts tokens and the seconds they took. A run's first step warms up: it counts in its own lap, not in the run's rate."""
 
     def __init__(self) -> None:
         self.tokens = 0
         self.seconds = 0.0
         self._started: float | None = None
+        self._warm = False
         self._paused = 0.0
         self._lap_tokens = 0
         self._lap_seconds = 0.0
-        self._last_rate = 0.0
+
+    def start(self) -> None:
+        """The first step begins."""
+        self._started = time.perf_counter()
 
     def step(self, tokens: int) -> None:
         """A step of ``tokens`` has ended, and the next begins."""
         now = time.perf_counter()
-        if self._started is not None:
+        assert self._started is not None, "start() comes first"
+        self._lap_tokens += tokens
+        self._lap_seconds += now - self._started
+        if self._warm:
             self.tokens += tokens
             self.seconds += now - self._started
-            self._lap_tokens += tokens
-            self._lap_seconds += now - self._started
+        self._warm = True
         self._started = now
 
     def lap(self) -> float:
         """Tokens per second since the last call."""
-        if self._lap_seconds:
-            self._last_rate = self._lap_tokens / self._lap_seconds
+        rate = self._lap_tokens / self._lap_seconds if self._lap_seconds else 0.0
         self._lap_tokens, self._lap_seconds = 0, 0.0
-        return self._last_rate
+        return rate
 
     @property
     def rate(self) -> float:

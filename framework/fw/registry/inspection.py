@@ -54,7 +54,8 @@ def _inspect(entry: Entry) -> Listing:
         return Listing(entry, None, "", f"broken: {error}")
     found = next((n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == entry.attribute), None)
     if found is None and not _binds(tree, entry.attribute):
-        return Listing(entry, None, "", f"broken: {entry.module} has no {entry.attribute}")
+        reason = _import_problem(tree, entry) or f"broken: {entry.module} has no {entry.attribute}"
+        return Listing(entry, None, "", reason)
     api: int | None = 1
     summary = ""
     packages: dict[str, str] = {}

@@ -42,6 +42,7 @@ class BetweenSteps(Callback):
         self._model_flops_per_token = module.assembly.model.flops_per_token(self._recipe.train.sequence_length)
         module.stop.listen()
         self._progress.start(module.start_step)
+        self.throughput.start()
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
         """A step is done."""

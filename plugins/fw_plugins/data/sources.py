@@ -14,7 +14,7 @@ from fw.errors import UserError
 PYTHON_DOCS = "python-docs"
 
 _LARGEST = 64 * 1024
-_FEWEST = 50
+_FEWEST = 20
 _OMITTED = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo", "__pycache__"}
 
 
@@ -42,7 +42,7 @@ def from_files(files: Sequence[Path]) -> Iterator[str]:
     sizes = [file.stat().st_size for file in files]
     limit = _LARGEST
     if sum(max(1, size // limit) for size in sizes) < _FEWEST:
-        limit = max(512, sum(sizes) // (2 * _FEWEST))
+        limit = max(512, sum(sizes) // (5 * _FEWEST))
     for file in files:
         try:
             text = file.read_text(encoding="utf-8")

@@ -43,8 +43,6 @@ class LocalLauncher(LauncherPlugin):
         logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # ranks tell their own errors
         threads = self.config.threads or max(1, (os.cpu_count() or 1) // launch.devices)
         os.environ.setdefault("OMP_NUM_THREADS", str(threads))
-        # Stop signals reach the ranks through our own handler: the agent's would end them without waiting for the save.
-        os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"
         config = LaunchConfig(
             min_nodes=launch.nodes,
             max_nodes=launch.nodes,
@@ -54,6 +52,8 @@ class LocalLauncher(LauncherPlugin):
             rdzv_endpoint=launch.rendezvous or "localhost:0",
             max_restarts=0,
             monitor_interval=0.1,
+            # Stop signals reach the ranks through our own handler: the agent's would end them without waiting for the save.
+            signals_to_handle="SIGQUIT",
         )
         with tempfile.TemporaryDirectory(prefix="fw-outcome-") as outcomes, _forward_signals():
             os.environ[OUTCOME_DIR] = outcomes
@@ -61,7 +61,7 @@ class LocalLauncher(LauncherPlugin):
                 elastic_launch(config, command[0])(*command[1:])
             except ChildFailedError as error:
                 codes = [failure.exitcode for failure in error.failures.values()]
-                return max((code for code in codes if code > 0), default=EXIT_FAILED)
+                return min((code for code in codes if code > 0), default=EXIT_FAILED)
             codes = [int(path.read_text()) for path in Path(outcomes).iterdir()]
             return max(codes, default=EXIT_OK)
 

@@ -69,10 +69,10 @@ class _DDPStepper(TorchStepper):
             gradient_as_bucket_view=config.gradient_as_bucket_view,
             static_graph=config.static_graph,
             init_sync=False,  # weights are equal by construction
-            broadcast_buffers=False,
         )
         if policy.reduce != policy.parameters:
-            self._wrapped.register_comm_hook(policy.reduce, _reduce_in)
+            # A lambda, since torch compares a hook's annotations with types and would find strings.
+            self._wrapped.register_comm_hook(policy.reduce, lambda dtype, bucket: _reduce_in(dtype, bucket))
 
     @property
     def module(self) -> nn.Module:

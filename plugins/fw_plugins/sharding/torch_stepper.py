@@ -14,6 +14,7 @@ from fw.kinds.model import CausalLM
 from fw.kinds.optimizer import OptimizerSpec
 from fw.kinds.precision import LossScaling, PrecisionPolicy
 from fw.kinds.sharding import Stepper, StepResult
+from fw_plugins.sharding.norm import global_norm
 
 
 class LossScale:
@@ -81,9 +82,7 @@ class TorchStepper(Stepper):
     def step(self, lr_factor: float) -> StepResult:
         """Norm, clip, update, drop the gradients."""
         grads = [p.grad for group in self._optimizer.param_groups for p in group["params"] if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm(grads)
-        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-        norm = norm / self._scale.value
+        norm = global_norm(grads) / self._scale.value
         if self._scale.scaling is not None:
             finite = bool(norm.isfinite())  # one synchronisation with the device, which scaling cannot do without
             unscale = 1 / self._scale.value
@@ -108,7 +107,7 @@ class TorchStepper(Stepper):
     @staticmethod
     def _multiply(grads: list[Tensor], factor: Tensor) -> None:
         local = [g.to_local() if isinstance(g, DTensor) else g for g in grads]
-        torch._foreach_mul_(local, factor)
+        torch._foreach_mul_(local, factor.to(torch.float32))
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The model's own names."""

@@ -1,0 +1,111 @@
+"""What tests share: a small corpus, a small config, and running `fw` as a user does."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+REPOSITORY = Path(__file__).parent.parent
+
+TINY: dict[str, Any] = {
+    "model": {
+        "name": "llama",
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 128,
+    },
+    "data": {"name": "text", "files": ["corpus.txt"], "tokenizer": "byte"},
+    "optimizer": {"name": "adamw", "lr": 1e-3},
+    "schedule": {"name": "cosine", "warmup_steps": 4, "total_steps": 40},
+    "train": {
+        "max_steps": 20,
+        "global_batch_size": 8,
+        "micro_batch_size": 2,
+        "sequence_length": 64,
+        "val_every": 0,
+        "save_every": 0,
+        "sample_tokens": 0,
+        "run_dir": "run",
+    },
+    "launch": {"accelerator": "cpu"},
+    "logger": ["csv"],
+}
+
+
+def corpus_text(paragraphs: int = 400) -> str:
+    """English-like text, the same everywhere."""
+    import random
+
+    words = "the a model reads text learns to predict what comes next and memory is never enough for all of it".split()
+    chance = random.Random(0)
+    return "\n\n".join(" ".join(chance.choices(words, k=chance.randint(8, 30))).capitalize() + "." for _ in range(paragraphs))
+
+
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture
+def workspace(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory of its own as current directory, with a corpus and `tiny.yaml` in it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FW_CACHE", str(cache))
+    corpus = tmp_path / "corpus.txt"
+    corpus.write_text(corpus_text())
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(TINY, sort_keys=False))
+    return tmp_path
+
+
+class Finished:
+    """A finished `fw`: exit code and what it printed."""
+
+    def __init__(self, code: int, out: str, err: str) -> None:
+        self.code, self.out, self.err = code, out, err
+
+    def ok(self) -> Finished:
+        assert self.code == 0, f"exit code {self.code}\n{self.out}\n{self.err}"
+        return self
+
+
+def environment() -> dict[str, str]:
+    """As a shell would have it: nothing of a launcher, no colours."""
+    kept = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}
+    return {**kept, "PYTHONUNBUFFERED": "1"}
+
+
+def fw(*words: str, timeout: float = 300, **more: Any) -> Finished:
+    """Run `fw` in a process of its own; ``more`` goes to :class:`subprocess.Popen`."""
+    command = [sys.executable, "-m", "fw", *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment(), **more)
+    return Finished(done.returncode, done.stdout, done.stderr)
+
+
+@pytest.fixture(name="fw")
+def run_fw() -> Callable[..., Finished]:
+    return fw
+
+
+def metrics(run_dir: str | Path) -> list[dict[str, float | None]]:
+    """`metrics.csv` as numbers; None where a column is empty."""
+    with (Path(run_dir) / "metrics.csv").open(newline="") as file:
+        return [{k: float(v) if v else None for k, v in row.items()} for row in csv.DictReader(file)]
+
+
+def summary(run_dir: str | Path) -> dict[str, Any]:
+    return json.loads((Path(run_dir) / "summary.json").read_text())
+
+
+def column(run_dir: str | Path, name: str) -> list[float]:
+    return [row[name] for row in metrics(run_dir)]
