@@ -47,7 +47,28 @@ def corpus_text(paragraphs: int = 400) -> str:
     """English-like text, the same everywhere."""
     import random
 
-    words = "the a model reads text learns to predict what comes next and memory is never enough for all of it".split()
+    words = [
+        "the",
+        "a",
+        "model",
+        "reads",
+        "text",
+        "learns",
+        "to",
+        "predict",
+        "what",
+        "comes",
+        "next",
+        "and",
+        "memory",
+        "is",
+        "never",
+        "enough",
+        "for",
+        "all",
+        "of",
+        "it",
+    ]
     chance = random.Random(0)
     return "\n\n".join(" ".join(chance.choices(words, k=chance.randint(8, 30))).capitalize() + "." for _ in range(paragraphs))
 

@@ -23,9 +23,7 @@ class Assembly:
     vocab_size: int
 
 
-def assemble(
-    recipe: Recipe, vocab_size: int, mesh: DeviceMesh | None, device: torch.device, checkpoint: Reader | None = None
-) -> Assembly:
+def assemble(recipe: Recipe, vocab_size: int, mesh: DeviceMesh | None, device: torch.device, checkpoint: Reader | None = None) -> Assembly:
     """Build, divide, fill and make steppable. Collective; no rank ever holds a full copy that it does not keep.
 
     Args:

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-
 from fw.errors import UserError
 from fw.kinds.attention import AttentionPlugin
 from fw.kinds.model import CausalLM, Init, Readout
+from torch import Tensor, nn
+
 from fw_models.layers import Attention, GatedMLP, RMSNorm, rope_angles
 from fw_models.llama_names import to_hf
 
@@ -56,9 +56,7 @@ class LlamaConfig:
             if getattr(self, name) < 1:
                 raise UserError(f"model.{name}: {getattr(self, name)} is too small; the least is 1")
         if self.num_attention_heads % self.kv_heads:
-            raise UserError(
-                f"model.num_key_value_heads: {self.kv_heads} does not divide num_attention_heads {self.num_attention_heads}"
-            )
+            raise UserError(f"model.num_key_value_heads: {self.kv_heads} does not divide num_attention_heads {self.num_attention_heads}")
         if self.head_dim is None and self.hidden_size % self.num_attention_heads:
             raise UserError(
                 f"model.num_attention_heads: {self.num_attention_heads} does not divide hidden_size {self.hidden_size}; set model.head_dim"
@@ -83,9 +81,7 @@ class LlamaBlock(nn.Module):
     def __init__(self, config: LlamaConfig, attention: AttentionPlugin) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = Attention(
-            config.hidden_size, config.num_attention_heads, config.kv_heads, config.head_size, attention
-        )
+        self.self_attn = Attention(config.hidden_size, config.num_attention_heads, config.kv_heads, config.head_size, attention)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = GatedMLP(config.hidden_size, config.intermediate_size)
 

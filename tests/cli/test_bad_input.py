@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-
 from conftest import fw
 from fw.cli import main
 
@@ -15,12 +14,18 @@ from fw.cli import main
     [
         (["train", "nowhere.yaml"], "nowhere.yaml: no such file"),
         (["train", "tiny.yaml", "train.max_stps=3"], "unknown key 'max_stps' in 'train'; did you mean 'max_steps'?"),
-        (["train", "tiny.yaml", "optimizer=adam"], "unknown optimizer 'adam'; did you mean 'adamw'? (there are: adamw, sgd)"),
+        (
+            ["train", "tiny.yaml", "optimizer=adam"],
+            "unknown optimizer 'adam'; did you mean 'adamw'? (there are: adamw, sgd)",
+        ),
         (["train", "tiny.yaml", "train.seed=x"], "override train.seed=x: train.seed: 'x' is not of type int"),
         (["train", "tiny.yaml", "data.files=nowhere.txt"], "data.files: 'nowhere.txt' matches no file"),
         (["train", "tiny.yaml", "train.global_batch_size=7"], "the nearest that are: 6 and 8"),
         (["train", "tiny.yaml", "resume=nowhere"], "override resume=nowhere: nowhere is no checkpoint"),
-        (["train", "tiny.yaml", "launch.devices=2"], "sharding 'single' runs on one rank, not 2; choose sharding=ddp or sharding=fsdp"),
+        (
+            ["train", "tiny.yaml", "launch.devices=2"],
+            "sharding 'single' runs on one rank, not 2; choose sharding=ddp or sharding=fsdp",
+        ),
         (["train", "tiny.yaml", "model.vocab_size=100"], "model.vocab_size 100 is smaller than the tokenizer's 257"),
         (["train", "tiny.yaml", "train.sequence_length=1000000"], "fill no sequence of 1000000"),
         (["train"], "the following arguments are required: config"),

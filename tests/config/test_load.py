@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-
 from fw.config import load
 from fw.config.yaml_source import parse, parse_value
 from fw.errors import UserError
@@ -23,7 +22,17 @@ def write(tmp_path: Path):
 
 def test_yaml_scalars_are_those_of_yaml_1_2():
     tree, _ = parse("a: on\nb: yes\nc: true\nd: 1e-3\ne: 010\nf: ~\ng: 0x10\nh: 1_000\ni: .inf\n", "t.yaml")
-    assert tree == {"a": "on", "b": "yes", "c": True, "d": 1e-3, "e": 10, "f": None, "g": 16, "h": 1000, "i": float("inf")}
+    assert tree == {
+        "a": "on",
+        "b": "yes",
+        "c": True,
+        "d": 1e-3,
+        "e": 10,
+        "f": None,
+        "g": 16,
+        "h": 1000,
+        "i": float("inf"),
+    }
 
 
 @pytest.mark.parametrize(("text", "value"), [("1", 1), ("3e-4", 3e-4), ("off", "off"), ("[a, 1]", ["a", 1]), ("", None), ("a: [", "a: [")])

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-
 from conftest import column, environment, fw, metrics
 
 SHARDINGS = {"ddp": ("sharding=ddp", "launch.devices=2"), "fsdp": ("sharding=fsdp", "launch.devices=2")}
@@ -54,18 +53,35 @@ def test_one_rank_of_fsdp_equals_single(workspace, reference):
 
 def test_torchrun_starts_the_same_run(workspace, reference):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "fw"]
-    done = subprocess.run([*torchrun, "train", "tiny.yaml", "sharding=ddp"], capture_output=True, text=True, env=environment(), timeout=300)
+    done = subprocess.run(
+        [*torchrun, "train", "tiny.yaml", "sharding=ddp"],
+        capture_output=True,
+        text=True,
+        env=environment(),
+        timeout=300,
+    )
     assert done.returncode == 0, done.stderr
     assert_close("run", reference(workspace, "fp32"), 1e-5)
 
 
 def test_srun_variables_start_the_same_run(workspace, reference):
     """Two processes with the environment that srun gives its tasks."""
-    slurm = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NODELIST": "localhost"}
+    slurm = {
+        "SLURM_STEP_ID": "0",
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_STEP_NUM_NODES": "1",
+        "SLURM_STEP_NODELIST": "localhost",
+    }
     tasks = [
         subprocess.Popen(
             [sys.executable, "-m", "fw", "train", "tiny.yaml", "sharding=ddp"],
-            env={**environment(), **slurm, "SLURM_JOB_ID": "4242", "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)},
+            env={
+                **environment(),
+                **slurm,
+                "SLURM_JOB_ID": "4242",
+                "SLURM_PROCID": str(rank),
+                "SLURM_LOCALID": str(rank),
+            },
         )
         for rank in range(2)
     ]
@@ -80,7 +96,16 @@ def test_two_hosts_meet_at_the_rendezvous(workspace, reference):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "fw", "train", "tiny.yaml", "sharding=ddp", "launch.nodes=2", f"launch.rendezvous=127.0.0.1:{port}"]
+    command = [
+        sys.executable,
+        "-m",
+        "fw",
+        "train",
+        "tiny.yaml",
+        "sharding=ddp",
+        "launch.nodes=2",
+        f"launch.rendezvous=127.0.0.1:{port}",
+    ]
     hosts = [subprocess.Popen(command, env=environment()) for _ in range(2)]
     assert [host.wait(timeout=300) for host in hosts] == [0, 0]
     assert_close("run", reference(workspace, "fp32"), 1e-5)

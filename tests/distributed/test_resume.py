@@ -13,9 +13,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
-
 from conftest import column, environment, fw, metrics
+from safetensors.torch import load_file
 
 ONE = ()
 TWO = ("sharding=fsdp", "launch.devices=2")
@@ -61,7 +60,13 @@ def test_another_number_of_ranks_goes_on_with_the_same_losses(workspace, before,
 
 
 def test_resuming_keeps_the_loss_scale_and_skips_are_shown(workspace):
-    fp16 = ("precision=fp16", "precision.initial_scale=1e36", "train.sequence_length=16", "train.global_batch_size=2", SAVE)
+    fp16 = (
+        "precision=fp16",
+        "precision.initial_scale=1e36",
+        "train.sequence_length=16",
+        "train.global_batch_size=2",
+        SAVE,
+    )
     done = fw("train", "tiny.yaml", *fp16, "train.max_steps=20").ok()
     assert "gradient not finite, step skipped" in done.err
     scale = json.loads(Path("run/checkpoints/latest/trainer.json").read_text())["scalars"]["loss_scale"]
@@ -81,7 +86,16 @@ def test_auto_starts_afresh_where_there_is_nothing_and_keeps_what_there_is(works
 
 def started(*words: str) -> subprocess.Popen[str]:
     """A run that has done its first step."""
-    command = [sys.executable, "-m", "fw", "train", "tiny.yaml", "train.max_steps=100000", "train.save_every=100000", *words]
+    command = [
+        sys.executable,
+        "-m",
+        "fw",
+        "train",
+        "tiny.yaml",
+        "train.max_steps=100000",
+        "train.save_every=100000",
+        *words,
+    ]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, env=environment())
     assert process.stderr is not None
     for line in process.stderr:

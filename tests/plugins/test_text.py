@@ -8,8 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tokenizers import Tokenizer
-
 from conftest import corpus_text
 from fw.config import Config, fill
 from fw.errors import UserError
@@ -17,8 +15,18 @@ from fw_plugins.data.sources import cut, find_files, from_files, from_python
 from fw_plugins.data.text import TextConfig, TextData
 from fw_plugins.data.tokenizer import JsonTokenizer, byte_tokenizer, train_bpe
 from omegaconf import OmegaConf
+from tokenizers import Tokenizer
 
-AWKWARD = ["", "plain", "naïve café — 漢字 🙂", "tabs\tand\r\nlines\n\n", "<|endoftext|>", "\x00\x7f", " leading", "a" * 1000]
+AWKWARD = [
+    "",
+    "plain",
+    "naïve café — 漢字 🙂",
+    "tabs\tand\r\nlines\n\n",
+    "<|endoftext|>",
+    "\x00\x7f",
+    " leading",
+    "a" * 1000,
+]
 
 
 def make(tmp_path: Path, cache: Path, **options) -> TextData:
@@ -128,7 +136,11 @@ def test_python_docs_are_there_in_every_python():
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [(b"fine \xff bytes", r"bad.txt is not UTF-8 text: byte 5 is 0xff"), (b"", "0 documents, too few"), (b"one", "1 documents, too few")],
+    [
+        (b"fine \xff bytes", r"bad.txt is not UTF-8 text: byte 5 is 0xff"),
+        (b"", "0 documents, too few"),
+        (b"one", "1 documents, too few"),
+    ],
 )
 def test_unusable_text_is_refused(tmp_path, cache, content, message):
     (tmp_path / "bad.txt").write_bytes(content)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-
 from conftest import TINY
 from fw.config import DEFAULT, load
 from fw.errors import UserError
@@ -20,7 +19,14 @@ def recipe(workspace: Path):
 def test_defaults_fill_what_nobody_wrote(recipe):
     made = recipe()
     assert made.names["precision"] == ("fp32",) and made.names["attention"] == ("sdpa",)
-    assert made.tree["optimizer"] == {"name": "adamw", "lr": 1e-3, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1, "fused": None}
+    assert made.tree["optimizer"] == {
+        "name": "adamw",
+        "lr": 1e-3,
+        "betas": [0.9, 0.95],
+        "eps": 1e-8,
+        "weight_decay": 0.1,
+        "fused": None,
+    }
     assert made.train.max_steps == TINY["train"]["max_steps"]
 
 
@@ -44,7 +50,10 @@ def test_interpolation_reaches_defaults_and_the_environment(recipe, monkeypatch)
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("optimizer.learning_rate=1", r"override optimizer.learning_rate=1: unknown key 'learning_rate' in 'optimizer'"),
+        (
+            "optimizer.learning_rate=1",
+            r"override optimizer.learning_rate=1: unknown key 'learning_rate' in 'optimizer'",
+        ),
         ("train.max_step=1", r"unknown key 'max_step' in 'train'; did you mean 'max_steps'\?"),
         ("modle.hidden_size=1", r"unknown section 'modle'; did you mean 'model'\?"),
         ("optimizer=adamww", r"unknown optimizer 'adamww'; did you mean 'adamw'\? \(there are: adamw, sgd\)"),
@@ -111,9 +120,18 @@ def test_accumulation_follows(recipe, overrides, ranks, micro, accumulation):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["train.global_batch_size=9"], r"not a multiple of micro_batch_size 2 × 1 ranks; the nearest that are: 8 and 10"),
-        (["train.global_batch_size=10", "sharding=ddp", "launch.devices=2"], r"nearest that are: 8 and 12 \(or train.micro_batch_size 1 or 5\)"),
-        (["train.global_batch_size=7", "sharding=ddp", "launch.devices=2"], r"does not divide over 2 ranks; the nearest that do: 6 and 8"),
+        (
+            ["train.global_batch_size=9"],
+            r"not a multiple of micro_batch_size 2 × 1 ranks; the nearest that are: 8 and 10",
+        ),
+        (
+            ["train.global_batch_size=10", "sharding=ddp", "launch.devices=2"],
+            r"nearest that are: 8 and 12 \(or train.micro_batch_size 1 or 5\)",
+        ),
+        (
+            ["train.global_batch_size=7", "sharding=ddp", "launch.devices=2"],
+            r"does not divide over 2 ranks; the nearest that do: 6 and 8",
+        ),
     ],
 )
 def test_what_does_not_divide_is_refused_with_what_does(recipe, overrides, message):

@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
 from conftest import environment
 from fw import registry
 from fw.errors import UserError
@@ -70,7 +69,12 @@ def test_first_party_plugins_are_found_by_entry_point_and_all_load():
 
 
 def test_listing_imports_neither_plugins_nor_torch(site):
-    site("acme", "acme_explodes", "import sys\nsys.exit('imported!')\nclass Boom: ...\n", "[fw.optimizer]\nboom = acme_explodes:Boom\n")
+    site(
+        "acme",
+        "acme_explodes",
+        "import sys\nsys.exit('imported!')\nclass Boom: ...\n",
+        "[fw.optimizer]\nboom = acme_explodes:Boom\n",
+    )
     program = "import sys; from fw.cli import main; main(['plugins', 'list']); assert 'torch' not in sys.modules, 'torch'"
     env = {**environment(), "PYTHONPATH": ":".join(sys.path)}
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=env)
@@ -93,7 +97,10 @@ def test_a_plugin_from_elsewhere_is_listed_and_loaded(site):
         ("raise RuntimeError('no such luck')\n", r"raises in line 1: raise RuntimeError\('no such luck'\)"),
         ("import no_such_package\nclass Sign: ...\n", r"imports no_such_package, which is not installed"),
         ("class Other: ...\n", r"acme_broken has no Sign"),
-        ("class Sign:\n    packages = {'no_such_package': 'acme[x]'}\n", r'needs no_such_package.*pip install "acme\[x\]"'),
+        (
+            "class Sign:\n    packages = {'no_such_package': 'acme[x]'}\n",
+            r'needs no_such_package.*pip install "acme\[x\]"',
+        ),
     ],
 )
 def test_a_broken_plugin_is_listed_with_its_reason_and_harms_nothing(site, source, reason):

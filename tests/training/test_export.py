@@ -10,13 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from safetensors import safe_open
-from transformers import AutoTokenizer, LlamaForCausalLM
-
 from conftest import fw, metrics, summary
 from fw.assemble import assemble
 from fw.config import load
 from fw.recipe import resolve
+from safetensors import safe_open
+from transformers import AutoTokenizer, LlamaForCausalLM
 
 SAVE = ("train.max_steps=4", "train.save_every=4", "train.val_every=2", "train.sample_tokens=8")
 
@@ -59,7 +58,15 @@ def test_no_pickle_and_no_wrapper_prefix_is_in_a_checkpoint(workspace):
 
 
 def test_the_run_directory(workspace):
-    done = fw("train", "tiny.yaml", *SAVE, "train.log_every=3", "logger=[csv, tensorboard]", "memory.budget=64GiB", "resume=auto").ok()
+    done = fw(
+        "train",
+        "tiny.yaml",
+        *SAVE,
+        "train.log_every=3",
+        "logger=[csv, tensorboard]",
+        "memory.budget=64GiB",
+        "resume=auto",
+    ).ok()
     run = Path("run")
     rows = metrics(run)
     assert [row["step"] for row in rows] == [2, 3, 4]  # every third, those with a validation, the last

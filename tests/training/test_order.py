@@ -5,7 +5,6 @@ from __future__ import annotations
 from itertools import islice
 
 import pytest
-
 from fw.training.order import RankedBatches, StepOrder
 
 

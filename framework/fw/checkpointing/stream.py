@@ -73,7 +73,7 @@ class SafetensorsWriter:
         """Append the next tensor, whole."""
         flat = tensor.detach().to("cpu").contiguous().reshape(-1)
         if flat.numel():
-            self._put(memoryview(flat.view(torch.uint8).numpy()))
+            self._put(flat.view(torch.uint8).numpy().data)
 
     def close(self) -> None:
         """Make the file durable; :attr:`digest` is set then."""

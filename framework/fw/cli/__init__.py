@@ -81,7 +81,10 @@ def _report(error: Exception) -> int:
             print(f"fw: error{where}: {error}", file=sys.stderr)
         return error.exit_code
     first_line = (str(error).splitlines() or [""])[0]
-    print(f"fw: error{where}: {type(error).__name__}: {first_line} (unexpected; --debug shows the traceback)", file=sys.stderr)
+    print(
+        f"fw: error{where}: {type(error).__name__}: {first_line} (unexpected; --debug shows the traceback)",
+        file=sys.stderr,
+    )
     return EXIT_FAILED
 
 
@@ -98,7 +101,11 @@ def _run(words: list[str]) -> int:
     for verb, summary in VERBS.items():
         module = importlib.import_module(f"fw.cli.{verb}")
         sub = verbs.add_parser(
-            verb, help=summary, description=module.__doc__, epilog=module.EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
+            verb,
+            help=summary,
+            description=module.__doc__,
+            epilog=module.EXAMPLES,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         module.add_arguments(sub)
         sub.set_defaults(run=module.run)

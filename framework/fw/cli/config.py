@@ -32,7 +32,12 @@ def run(options: argparse.Namespace) -> int:
     if options.unresolved:
         print(to_yaml(loaded.tree), end="")
     elif options.json:
-        print(json.dumps({path: {"value": _value(recipe.tree, path), "origin": str(origin)} for path, origin in origins.items()}, indent=1))
+        print(
+            json.dumps(
+                {path: {"value": _value(recipe.tree, path), "origin": str(origin)} for path, origin in origins.items()},
+                indent=1,
+            )
+        )
     elif options.origin:
         shown = {path: f"{path}: {_scalar(_value(recipe.tree, path))}" for path in origins}
         width = min(60, max(map(len, shown.values())))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+from typing import Any
 
 from fw.errors import UserError, did_you_mean
 
@@ -20,7 +21,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     listing = actions.add_parser("list", help="what is installed, and whether it can be used")
     listing.add_argument("kind", nargs="?", metavar="KIND", help="only this kind")
     listing.add_argument("--json", action="store_true", help="print JSON")
-    listing.add_argument("--import", dest="imported", action="store_true", help="import each plugin too, which shows what only then fails")
+    listing.add_argument(
+        "--import",
+        dest="imported",
+        action="store_true",
+        help="import each plugin too, which shows what only then fails",
+    )
     show = actions.add_parser("show", help="options of a plugin, with types, defaults and documentation")
     show.add_argument("kind", metavar="KIND")
     show.add_argument("name", metavar="NAME")
@@ -40,7 +46,7 @@ def _list(options: argparse.Namespace) -> int:
     if options.kind is not None:
         _known(options.kind, kinds)
         kinds = {options.kind: None}
-    rows = []
+    rows: list[dict[str, Any]] = []
     for kind in kinds:
         for line in registry.listing(kind):
             problem = line.problem or (_import_problem(kind, line.entry.name) if options.imported else "")
@@ -67,9 +73,9 @@ def _list(options: argparse.Namespace) -> int:
         state = "yes" if row["available"] else "no"
         text = row["summary"] if row["available"] else row["problem"]
         table.append((row["kind"], row["name"], f"{row['distribution']} {row['version']}", str(row["api"] or "?"), state, text))
-    widths = [max(len(line[column]) for line in table) for column in range(5)]
-    for line in table:
-        print("  ".join(cell.ljust(width) for cell, width in zip(line, [*widths, 0], strict=True)).rstrip())
+    widths = [max(len(cells[column]) for cells in table) for column in range(5)]
+    for cells in table:
+        print("  ".join(cell.ljust(width) for cell, width in zip(cells, [*widths, 0], strict=True)).rstrip())
     return 0
 
 

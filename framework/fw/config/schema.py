@@ -72,7 +72,12 @@ def _assign(node: DictConfig, cls: type, key: str, value: Any, config: Config, p
         hint = typing.get_type_hints(cls).get(key)
         name = hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", "")
         text = _first_line(error)
-        if "could not be converted" in text or "Incompatible value" in text or "incompatible with" in text or "Invalid value assigned" in text:
+        if (
+            "could not be converted" in text
+            or "Incompatible value" in text
+            or "incompatible with" in text
+            or "Invalid value assigned" in text
+        ):
             text = f"{value!r} is not of type {name}"
         raise UserError(f"{place}: {text}") from None
 
@@ -137,6 +142,11 @@ def _field_docs(cls: type) -> dict[str, str]:
     body = tree.body[0].body if isinstance(tree.body[0], ast.ClassDef) else []
     docs = {}
     for statement, after in zip(body, body[1:], strict=False):
-        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name) and isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
+        if (
+            isinstance(statement, ast.AnnAssign)
+            and isinstance(statement.target, ast.Name)
+            and isinstance(after, ast.Expr)
+            and isinstance(after.value, ast.Constant)
+        ):
             docs[statement.target.id] = " ".join(str(after.value.value).split())
     return docs

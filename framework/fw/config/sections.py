@@ -48,10 +48,18 @@ class TrainSection:
     """Tokens of sample text generated at the end; 0 for none."""
 
     def __post_init__(self) -> None:
-        _at_least("train", {k: getattr(self, k) for k in ("max_steps", "global_batch_size", "sequence_length", "log_every")}, 1)
+        _at_least(
+            "train",
+            {k: getattr(self, k) for k in ("max_steps", "global_batch_size", "sequence_length", "log_every")},
+            1,
+        )
         if self.micro_batch_size is not None:
             _at_least("train", {"micro_batch_size": self.micro_batch_size}, 1)
-        _at_least("train", {k: getattr(self, k) for k in ("gradient_clip_norm", "val_every", "save_every", "seed", "sample_tokens")}, 0)
+        _at_least(
+            "train",
+            {k: getattr(self, k) for k in ("gradient_clip_norm", "val_every", "save_every", "seed", "sample_tokens")},
+            0,
+        )
 
 
 @dataclass

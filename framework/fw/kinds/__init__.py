@@ -32,7 +32,12 @@ KINDS: dict[str, Kind] = {
         Kind("attention", "how attention is computed", "fw.kinds.attention:AttentionPlugin", "sdpa"),
         Kind("data", "where tokens come from", "fw.kinds.data:DataPlugin", None),
         Kind("objective", "what is minimised", "fw.kinds.objective:ObjectivePlugin", "causal_lm"),
-        Kind("precision", "dtypes of parameters, compute and reduction; loss scaling", "fw.kinds.precision:PrecisionPlugin", "fp32"),
+        Kind(
+            "precision",
+            "dtypes of parameters, compute and reduction; loss scaling",
+            "fw.kinds.precision:PrecisionPlugin",
+            "fp32",
+        ),
         Kind("sharding", "how ranks divide the model", "fw.kinds.sharding:ShardingPlugin", "single"),
         Kind("optimizer", "the update rule", "fw.kinds.optimizer:OptimizerPlugin", "adamw"),
         Kind("schedule", "the learning rate over time", "fw.kinds.schedule:SchedulePlugin", "constant"),

@@ -9,7 +9,6 @@ from typing import ClassVar
 from fw.config import LaunchSection
 from fw.registry import Plugin
 
-
 OUTCOME_DIR = "FW_OUTCOME_DIR"
 """Environment variable: a directory in which a rank that was asked to stop leaves its exit code and then ends with 0, so that an elastic
 agent does not take the stop for a failure."""

@@ -22,4 +22,4 @@ class ObjectivePlugin(Plugin):
 
     @abstractmethod
     def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        """Forward and the loss summed over the batch: a scalar in fp32 with a graph. ``model`` may be wrapped: call it, do not reach inside."""
+        """Forward and the loss summed over the batch: a scalar in fp32 with a graph. ``model`` may be wrapped: call it only."""

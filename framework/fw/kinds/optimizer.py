@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -18,7 +19,7 @@ class OptimizerSpec:
     ``cls`` is a :class:`torch.optim.Optimizer`; its state holds tensors only, shaped like the parameter or independent of sharding.
     """
 
-    cls: type[torch.optim.Optimizer]
+    cls: Callable[..., torch.optim.Optimizer]
     lr: float
     weight_decay: float = 0.0
     arguments: dict[str, Any] = field(default_factory=dict)

@@ -93,7 +93,5 @@ class ShardingPlugin(Plugin):
         """Divide the parameters in place, on the meta device, before any has bytes. Called on every rank."""
 
     @abstractmethod
-    def stepper(
-        self, model: CausalLM, mesh: DeviceMesh | None, policy: PrecisionPolicy, spec: OptimizerSpec, clip_norm: float
-    ) -> Stepper:
+    def stepper(self, model: CausalLM, mesh: DeviceMesh | None, policy: PrecisionPolicy, spec: OptimizerSpec, clip_norm: float) -> Stepper:
         """The owner of the step, once the parameters have their values. ``clip_norm`` 0 means no clipping."""

@@ -16,7 +16,8 @@ def micro_batch_size(train: TrainSection, replicas: int, config: Config) -> int:
     place = config.origin(("train", "global_batch_size"))
     if batch % replicas:
         raise UserError(
-            f"{place}: train.global_batch_size={batch} does not divide over {replicas} ranks; the nearest that do: {_around(batch, replicas)}"
+            f"{place}: train.global_batch_size={batch} does not divide over {replicas} ranks;"
+            f" the nearest that do: {_around(batch, replicas)}"
         )
     share = batch // replicas
     micro = share if train.micro_batch_size is None else train.micro_batch_size

@@ -117,15 +117,15 @@ def resolve(config: Config, world: World | None = None) -> Recipe:
     for kind, picks in chosen.items():
         made[kind] = []
         for pick in picks:
-            options = fill(pick.cls.Config, config, pick.path, pick.options, root)
+            options: Any = fill(pick.cls.Config, config, pick.path, pick.options, root)
             made[kind].append((pick.name, pick.cls(options)))
         written = [{"name": p.name, **dataclasses.asdict(plugin.config)} for p, (_, plugin) in zip(picks, made[kind], strict=True)]
         tree[kind] = written if KINDS[kind].many else written[0]
 
-    sections = {name: fill(cls, config, (name,), _section(config, name), root) for name, cls in SECTIONS.items()}
-    tree |= {name: dataclasses.asdict(section) for name, section in sections.items()}
-    train, launch = sections["train"], sections["launch"]
-    assert isinstance(train, TrainSection) and isinstance(launch, LaunchSection)
+    train = fill(TrainSection, config, ("train",), _section(config, "train"), root)
+    launch = fill(LaunchSection, config, ("launch",), _section(config, "launch"), root)
+    memory = fill(MemorySection, config, ("memory",), _section(config, "memory"), root)
+    tree |= {name: dataclasses.asdict(section) for name, section in (("train", train), ("launch", launch), ("memory", memory))}
     tree[RESUME] = resume = _resume(config)
 
     rules.check(made, config)
@@ -141,7 +141,7 @@ def resolve(config: Config, world: World | None = None) -> Recipe:
         loggers=tuple(cast(LoggerPlugin, plugin) for _, plugin in made["logger"]),
         train=train,
         launch=launch,
-        memory=cast(MemorySection, sections["memory"]),
+        memory=memory,
         resume=resume,
         world_size=size,
         mesh_shape=mesh_shape,
@@ -167,7 +167,8 @@ def _check_sections(config: Config) -> None:
     for section in config.tree:
         if section not in known:
             raise UserError(
-                f"{config.origin((section,))}: unknown section '{section}'{did_you_mean(section, known)} (there are: {', '.join(known)}, extends)"
+                f"{config.origin((section,))}: unknown section '{section}'{did_you_mean(section, known)}"
+                f" (there are: {', '.join(known)}, extends)"
             )
 
 
@@ -185,8 +186,8 @@ def _choose(kind: Kind, config: Config) -> list[_Pick]:
         return picks
     if kind.name not in config.tree:
         if kind.default is None:
-            names = ", ".join(e.name for e in registry.entries(kind.name))
-            raise UserError(f"{config.name}: no '{kind.name}' section; add one, like '{kind.name}: NAME' (there are: {names})")
+            known = ", ".join(e.name for e in registry.entries(kind.name))
+            raise UserError(f"{config.name}: no '{kind.name}' section; add one, like '{kind.name}: NAME' (there are: {known})")
         value = kind.default
     return [_pick(kind, contract, value, (kind.name,), config)]
 

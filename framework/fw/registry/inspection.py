@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from fw.registry.discovery import Entry, entries
 
@@ -97,9 +98,11 @@ def missing_packages(packages: dict[str, str]) -> str:
     return f"needs {names}, which is not installed: pip install {command}"
 
 
-def _literal(found: ast.ClassDef, name: str, default: object) -> object:
+def _literal(found: ast.ClassDef, name: str, default: Any) -> Any:
     for statement in found.body:
-        targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target] if isinstance(statement, ast.AnnAssign) else []
+        targets = (
+            statement.targets if isinstance(statement, ast.Assign) else [statement.target] if isinstance(statement, ast.AnnAssign) else []
+        )
         value = getattr(statement, "value", None)
         if any(isinstance(t, ast.Name) and t.id == name for t in targets) and value is not None:
             try:

@@ -46,7 +46,7 @@ class Plugin:
     Config: ClassVar[type] = NoOptions
     """A dataclass: fields typed, each with a docstring that gives unit and effect on memory. Schema, help and documentation in one."""
     packages: ClassVar[dict[str, str]] = {}
-    """Import name → what to ``pip install`` for it, for packages that fw itself does not depend on. Checked before the plugin is imported."""
+    """Import name → what to ``pip install`` for it, for packages fw itself does not depend on. Checked before the import."""
     requires: ClassVar[tuple[Requires, ...]] = ()
     conflicts: ClassVar[tuple[Conflicts, ...]] = ()
 

@@ -57,11 +57,11 @@ class BetweenSteps(Callback):
             self.throughput.step(self._recipe.tokens_per_step)
             self._progress.advance(outcome.step)
             return
-        loss, = module.strategy.sum_on_host([float(outcome.loss)])
+        (loss,) = module.strategy.sum_on_host([float(outcome.loss)])
         grad_norm = float(outcome.grad_norm)
         self.throughput.step(self._recipe.tokens_per_step)
         rate = self.throughput.lap()
-        memory, = module.strategy.max_on_host([float(peak_memory_bytes(module.strategy.root_device))])
+        (memory,) = module.strategy.max_on_host([float(peak_memory_bytes(module.strategy.root_device))])
         self._pending = {
             "step": outcome.step,
             "tokens": module.tokens_seen,
@@ -77,7 +77,9 @@ class BetweenSteps(Callback):
             self._progress.say(f"step {outcome.step}: gradient not finite, step skipped, loss scale halved")
         elif not (math.isfinite(loss) and math.isfinite(grad_norm)):
             self._flush(trainer)
-            raise RunError(f"step {outcome.step}: loss is {loss}, gradient norm {grad_norm}; lower optimizer.lr or resume from the last checkpoint")
+            raise RunError(
+                f"step {outcome.step}: loss is {loss}, gradient norm {grad_norm}; lower optimizer.lr or resume from the last checkpoint"
+            )
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Validation is no training time."""

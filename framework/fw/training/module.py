@@ -132,7 +132,10 @@ class TrainingModule(pl.LightningModule):
 
     def on_validation_epoch_end(self) -> None:
         """The mean over all tokens of all ranks."""
-        local = [float(sum(loss.double() for loss, _ in self._val_sums)), float(sum(count for _, count in self._val_sums))]
+        local = [
+            float(sum(loss.double() for loss, _ in self._val_sums)),
+            float(sum(count for _, count in self._val_sums)),
+        ]
         total, count = self.strategy.sum_on_host(local)
         self.val_loss = total / count if count else None
         self._val_sums = []

@@ -57,9 +57,7 @@ class Progress:
 
 
 def _describe(row: Mapping[str, Any]) -> str:
-    return (
-        f"loss {row['loss']:.4f}  {row['tokens_per_s']:,.0f} tok/s  MFU {row['mfu']:.1%}  peak {format_size(row['peak_memory_bytes'])}"
-    )
+    return f"loss {row['loss']:.4f}  {row['tokens_per_s']:,.0f} tok/s  MFU {row['mfu']:.1%}  peak {format_size(row['peak_memory_bytes'])}"
 
 
 def _duration(seconds: float) -> str:

@@ -7,27 +7,28 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-_WIDTH, _HEIGHT = 900, 340
-_LEFT, _RIGHT, _TOP, _BOTTOM = 64, 20, 16, 40
+from fw.training.chart import Points, chart
+
 _STYLE = """
-:root { color-scheme: light dark; --ink: #1c2733; --soft: #66788a; --line: #dfe5ea; --paper: #fff; --a: #2364aa; --b: #d1495b; --c: #2a9d8f; }
+:root { color-scheme: light dark; --ink: #1c2733; --soft: #66788a; --line: #dfe5ea; --paper: #fff; --a: #2364aa; --b: #d1495b;
+  --c: #2a9d8f; }
 @media (prefers-color-scheme: dark) {
   :root { --ink: #e6edf3; --soft: #93a3b3; --line: #2f3b47; --paper: #12181f; --a: #6cb0ff; --b: #ff8794; --c: #5fd3c3; } }
-body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper); max-width: 940px; margin: 2rem auto; padding: 0 1rem; }
+body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper); max-width: 940px;
+  margin: 2rem auto; padding: 0 1rem; }
 h1 { font-size: 1.5rem; margin-bottom: .2rem; } h2 { font-size: 1.1rem; margin-top: 2rem; }
 p.lead { color: var(--soft); margin-top: 0; }
 table { border-collapse: collapse; } td, th { text-align: left; padding: .25rem 1.5rem .25rem 0; border-bottom: 1px solid var(--line); }
 td.n { text-align: right; font-variant-numeric: tabular-nums; }
-pre { background: color-mix(in srgb, var(--soft) 12%, transparent); padding: .8rem 1rem; overflow-x: auto; white-space: pre-wrap; border-radius: 6px; }
+pre { background: color-mix(in srgb, var(--soft) 12%, transparent); padding: .8rem 1rem; overflow-x: auto; white-space: pre-wrap;
+  border-radius: 6px; }
 svg { width: 100%; height: auto; } svg text { fill: var(--soft); font-size: 12px; } .grid { stroke: var(--line); }
 .train { stroke: var(--a); fill: none; stroke-width: 1.2; opacity: .45; } .smooth { stroke: var(--a); fill: none; stroke-width: 2.2; }
 .val { stroke: var(--b); fill: none; stroke-width: 2; } .dot { fill: var(--b); } .lr { stroke: var(--c); fill: none; stroke-width: 1.5; }
 """.strip()
 
 
-def render(
-    title: str, summary: Sequence[tuple[str, str]], rows: Sequence[Mapping[str, Any]], sample: str, config_yaml: str
-) -> str:
+def render(title: str, summary: Sequence[tuple[str, str]], rows: Sequence[Mapping[str, Any]], sample: str, config_yaml: str) -> str:
     """The page.
 
     Args:
@@ -41,20 +42,20 @@ def render(
         f"<title>{html.escape(title)}</title><style>{_STYLE}</style></head><body>",
         f"<h1>{html.escape(title)}</h1>",
         "<h2>Loss</h2>",
-        _loss_chart(rows),
+        _losschart(rows),
         "<h2>Summary</h2><table>",
         *(f"<tr><th scope='row'>{html.escape(k)}</th><td class='n'>{html.escape(v)}</td></tr>" for k, v in summary),
         "</table>",
     ]
     if any(row.get("lr") is not None for row in rows):
-        parts += ["<h2>Learning rate</h2>", _chart([("lr", _points(rows, "lr"))], "learning rate", height=180, floor=0.0)]
+        parts += [
+            "<h2>Learning rate</h2>",
+            chart([("lr", _points(rows, "lr"))], "learning rate", height=180, floor=0.0),
+        ]
     if sample:
         parts += ["<h2>Sample</h2>", f"<pre>{html.escape(sample)}</pre>"]
     parts += ["<h2>Configuration</h2>", f"<pre>{html.escape(config_yaml)}</pre>", "</body></html>"]
     return "\n".join(parts) + "\n"
-
-
-Points = list[tuple[float, float]]
 
 
 def _points(rows: Sequence[Mapping[str, Any]], key: str) -> Points:
@@ -67,7 +68,7 @@ def _loss_chart(rows: Sequence[Mapping[str, Any]]) -> str:
     series = [("train", _thin(train)), ("smooth", _thin(_smooth(train))), ("val", val)]
     legend = "<p class='lead'><span style='color:var(--a)'>━</span> training loss (thin: each step, thick: running mean)"
     legend += " &nbsp; <span style='color:var(--b)'>●</span> validation loss</p>" if val else "</p>"
-    return _chart(series, "nats per token") + legend
+    return chart(series, "nats per token") + legend
 
 
 def _smooth(points: Points) -> Points:
@@ -83,43 +84,3 @@ def _smooth(points: Points) -> Points:
 def _thin(points: Points, most: int = 1500) -> Points:
     stride = max(1, len(points) // most)
     return points[::stride] + ([points[-1]] if points and (len(points) - 1) % stride else [])
-
-
-def _chart(series: Sequence[tuple[str, Points]], label: str, height: int = _HEIGHT, floor: float | None = None) -> str:
-    everything = [point for _, points in series for point in points]
-    if not everything:
-        return "<p class='lead'>Nothing was logged.</p>"
-    x_low, x_high = min(x for x, _ in everything), max(x for x, _ in everything)
-    y_low, y_high = min(y for _, y in everything), max(y for _, y in everything)
-    y_low = floor if floor is not None else y_low
-    x_ticks, y_ticks = _ticks(x_low, x_high, 8), _ticks(y_low, y_high, 5 if height > 200 else 3)
-    y_low, y_high = min(y_low, y_ticks[0]), max(y_high, y_ticks[-1])
-
-    def x_of(x: float) -> float:
-        return _LEFT + (x - x_low) / ((x_high - x_low) or 1) * (_WIDTH - _LEFT - _RIGHT)
-
-    def y_of(y: float) -> float:
-        return height - _BOTTOM - (y - y_low) / ((y_high - y_low) or 1) * (height - _TOP - _BOTTOM)
-
-    out = [f"<svg viewBox='0 0 {_WIDTH} {height}' role='img' aria-label='{html.escape(label)} by step'>"]
-    for tick in y_ticks:
-        out.append(f"<line class='grid' x1='{_LEFT}' x2='{_WIDTH - _RIGHT}' y1='{y_of(tick):.1f}' y2='{y_of(tick):.1f}'/>")
-        out.append(f"<text x='{_LEFT - 8}' y='{y_of(tick) + 4:.1f}' text-anchor='end'>{tick:g}</text>")
-    out += [f"<text x='{x_of(t):.1f}' y='{height - _BOTTOM + 18}' text-anchor='middle'>{t:g}</text>" for t in x_ticks if x_low <= t <= x_high]
-    out.append(f"<text x='{_WIDTH - _RIGHT}' y='{height - 6}' text-anchor='end'>step</text>")
-    out.append(f"<text x='{_LEFT}' y='{_TOP - 4}'>{html.escape(label)}</text>")
-    for name, points in series:
-        path = " ".join(f"{x_of(x):.1f},{y_of(y):.1f}" for x, y in points)
-        out.append(f"<polyline class='{name}' points='{path}'/>")
-        if name == "val":
-            out += [f"<circle class='dot' cx='{x_of(x):.1f}' cy='{y_of(y):.1f}' r='3.5'><title>step {x:g}: {y:.4f}</title></circle>" for x, y in points]
-    return "".join([*out, "</svg>"])
-
-
-def _ticks(low: float, high: float, most: int) -> list[float]:
-    """Round numbers from at or below ``low`` to at or above ``high``."""
-    span = (high - low) or abs(high) or 1.0
-    unit = 10 ** math.floor(math.log10(span / most))
-    step = next(unit * m for m in (1, 2, 5, 10) if span / (unit * m) <= most)
-    first = math.floor(low / step)
-    return [round(step * n, 12) for n in range(first, math.ceil(high / step - 1e-9) + 1)]

@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning_fabric.plugins.environments import ClusterEnvironment, LightningEnvironment, TorchElasticEnvironment
+from lightning_fabric.plugins.environments.cluster_environment import ClusterEnvironment
+from lightning_fabric.plugins.environments.lightning import LightningEnvironment
+from lightning_fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from pytorch_lightning.strategies import ParallelStrategy
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -49,10 +51,8 @@ class MeshStrategy(ParallelStrategy):
             if not dist.is_initialized():
                 backend = "cpu:gloo,cuda:nccl" if self._device.type == "cuda" else "gloo"
                 # A world of one rank (ddp or fsdp on a single device) needs nobody to meet.
-                store = None if self._world.launched else dist.HashStore()
-                dist.init_process_group(
-                    backend, store=store, rank=self._world.rank, world_size=self._world.size, timeout=self._timeout
-                )
+                store = None if self._world.launched else dist.HashStore()  # type: ignore[attr-defined]
+                dist.init_process_group(backend, store=store, rank=self._world.rank, world_size=self._world.size, timeout=self._timeout)
             names, sizes = tuple(self._mesh_shape), tuple(self._mesh_shape.values())
             self.mesh = init_device_mesh(self._device.type, sizes, mesh_dim_names=names)
 
@@ -107,4 +107,3 @@ def leave() -> None:
     """Leave the process group, if there is one; ranks that end without it sometimes die in their last moments."""
     if dist.is_initialized():
         dist.destroy_process_group()
-

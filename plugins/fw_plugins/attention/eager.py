@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 
 import torch
-from torch import Tensor
-
 from fw.kinds.attention import AttentionPlugin
+from torch import Tensor
 
 
 class EagerAttention(AttentionPlugin):

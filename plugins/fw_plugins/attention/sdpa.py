@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import torch.nn.functional as F
-from torch import Tensor
-
 from fw.kinds.attention import AttentionPlugin
+from torch import Tensor
 
 
 class SDPAttention(AttentionPlugin):

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-
 from fw.kinds.data import IGNORED, Sample
 
 

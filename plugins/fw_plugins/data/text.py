@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
+from fw.errors import UserError
+from fw.kinds.data import Corpus, DataPlugin, Say
 from tokenizers import Tokenizer
 from tqdm import tqdm
 
-from fw.errors import UserError
-from fw.kinds.data import Corpus, DataPlugin, Say
 from fw_plugins.data import sources
 from fw_plugins.data.blocks import TokenBlocks
 from fw_plugins.data.tokenizer import JsonTokenizer, byte_tokenizer, train_bpe
@@ -150,7 +150,9 @@ class TextData(DataPlugin):
         content = hashlib.sha256((directory / "tokenizer.json").read_bytes())
         counts = {}
         for name, total in (("train", kept), ("val", len(held_out))):
-            counts[name] = _write_ids(directory / f"{name}.bin", split(name == "val"), tokenizer, dtype, f"tokenizing {name}", total, content)
+            counts[name] = _write_ids(
+                directory / f"{name}.bin", split(name == "val"), tokenizer, dtype, f"tokenizing {name}", total, content
+            )
         say(f"data: {counts['train']:,} training tokens and {counts['val']:,} for validation")
         meta = {"dtype": dtype, "val_bytes": val_bytes, "fingerprint": content.hexdigest(), **counts}
         (directory / "meta.json").write_text(json.dumps(meta))
@@ -189,7 +191,13 @@ def _split(documents: Iterator[str], fraction: float) -> tuple[int, set[bytes], 
 
 
 def _write_ids(
-    file: Path, texts: Iterator[str], tokenizer: JsonTokenizer, dtype: str, label: str, total: int, content: hashlib._Hash
+    file: Path,
+    texts: Iterator[str],
+    tokenizer: JsonTokenizer,
+    dtype: str,
+    label: str,
+    total: int,
+    content: hashlib._Hash,
 ) -> int:
     """``EOS document EOS document EOS`` as raw little-endian ids; returns how many."""
     eos = np.array([tokenizer.eos_id], dtype)

@@ -43,7 +43,14 @@ class JsonTokenizer:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         tokenizer.encode_special_tokens = True
-        self.eos_id: int = tokenizer.token_to_id(END_OF_TEXT)
+        eos_id = tokenizer.token_to_id(END_OF_TEXT)
+        assert eos_id is not None, "made without an end of text"
+        self._eos_id = eos_id
+
+    @property
+    def eos_id(self) -> int:
+        """The id of the end of text."""
+        return self._eos_id
 
     @property
     def vocab_size(self) -> int:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pytorch_lightning.loggers import Logger, TensorBoardLogger
-
 from fw.kinds.logger import LoggerPlugin
+from pytorch_lightning.loggers import Logger, TensorBoardLogger
 
 
 class TensorBoardMetrics(LoggerPlugin):

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from pytorch_lightning.loggers import Logger, WandbLogger
-
 from fw.kinds.logger import LoggerPlugin
+from pytorch_lightning.loggers import Logger, WandbLogger
 
 
 @dataclass

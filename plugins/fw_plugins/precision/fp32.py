@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-
 from fw.kinds.precision import PrecisionPlugin, PrecisionPolicy
 
 

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.parallel import DistributedDataParallel
-
 from fw.errors import UserError
 from fw.kinds.model import CausalLM
 from fw.kinds.optimizer import OptimizerSpec
 from fw.kinds.precision import PrecisionPolicy
 from fw.kinds.sharding import ShardingPlugin, Stepper
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import GradBucket
+
 from fw_plugins.sharding.torch_stepper import TorchStepper
 
 
@@ -49,9 +53,7 @@ class DDP(ShardingPlugin):
     def shard(self, model: CausalLM, mesh: DeviceMesh | None, policy: PrecisionPolicy) -> None:
         """Nothing to divide; the wrapper comes with the step."""
 
-    def stepper(
-        self, model: CausalLM, mesh: DeviceMesh | None, policy: PrecisionPolicy, spec: OptimizerSpec, clip_norm: float
-    ) -> Stepper:
+    def stepper(self, model: CausalLM, mesh: DeviceMesh | None, policy: PrecisionPolicy, spec: OptimizerSpec, clip_norm: float) -> Stepper:
         """The plain step over averaged gradients."""
         assert mesh is not None
         return _DDPStepper(model, mesh, policy, spec, clip_norm, self.config)
@@ -59,7 +61,13 @@ class DDP(ShardingPlugin):
 
 class _DDPStepper(TorchStepper):
     def __init__(
-        self, model: CausalLM, mesh: DeviceMesh, policy: PrecisionPolicy, spec: OptimizerSpec, clip_norm: float, config: DDPConfig
+        self,
+        model: CausalLM,
+        mesh: DeviceMesh,
+        policy: PrecisionPolicy,
+        spec: OptimizerSpec,
+        clip_norm: float,
+        config: DDPConfig,
     ) -> None:
         super().__init__(model, policy, spec, clip_norm, replicas=mesh.size())
         self._wrapped = DistributedDataParallel(
@@ -82,7 +90,7 @@ class _DDPStepper(TorchStepper):
         return nullcontext() if last else self._wrapped.no_sync()
 
 
-def _reduce_in(dtype: torch.dtype, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+def _reduce_in(dtype: torch.dtype, bucket: GradBucket) -> torch.futures.Future[Tensor]:
     """Average a bucket in ``dtype``, then give it back in its own."""
     buffer = bucket.buffer()
     work = dist.all_reduce(buffer.to(dtype).div_(dist.get_world_size()), async_op=True)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
 from fw.kinds.model import CausalLM
 from fw.kinds.optimizer import OptimizerSpec
 from fw.kinds.precision import PrecisionPolicy
 from fw.kinds.sharding import ShardingPlugin, Stepper
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
 from fw_plugins.sharding.torch_stepper import TorchStepper
 
 
@@ -45,9 +45,7 @@ class FSDP(ShardingPlugin):
             fully_shard(block, mesh=mesh, mp_policy=dtypes, reshard_after_forward=self.config.reshard_after_forward)
         fully_shard(model, mesh=mesh, mp_policy=dtypes, reshard_after_forward=self.config.reshard_after_forward)
 
-    def stepper(
-        self, model: CausalLM, mesh: DeviceMesh | None, policy: PrecisionPolicy, spec: OptimizerSpec, clip_norm: float
-    ) -> Stepper:
+    def stepper(self, model: CausalLM, mesh: DeviceMesh | None, policy: PrecisionPolicy, spec: OptimizerSpec, clip_norm: float) -> Stepper:
         """The plain step over sharded gradients."""
         assert mesh is not None
         return _FSDPStepper(model, policy, spec, clip_norm, replicas=mesh.size())

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from torch.distributed.device_mesh import DeviceMesh
-
 from fw.errors import UserError
 from fw.kinds.model import CausalLM
 from fw.kinds.optimizer import OptimizerSpec
 from fw.kinds.precision import PrecisionPolicy
 from fw.kinds.sharding import ShardingPlugin, Stepper
+from torch.distributed.device_mesh import DeviceMesh
+
 from fw_plugins.sharding.torch_stepper import TorchStepper
 
 
@@ -26,8 +26,6 @@ class SingleRank(ShardingPlugin):
     def shard(self, model: CausalLM, mesh: DeviceMesh | None, policy: PrecisionPolicy) -> None:
         """Nothing to divide."""
 
-    def stepper(
-        self, model: CausalLM, mesh: DeviceMesh | None, policy: PrecisionPolicy, spec: OptimizerSpec, clip_norm: float
-    ) -> Stepper:
+    def stepper(self, model: CausalLM, mesh: DeviceMesh | None, policy: PrecisionPolicy, spec: OptimizerSpec, clip_norm: float) -> Stepper:
         """The plain step."""
         return TorchStepper(model, policy, spec, clip_norm)
