@@ -28,7 +28,7 @@ set_up() {
   wanted="$(cat "$root/pyproject.toml" "$root/constraints.txt" | cksum) $root"
   if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
     echo "installing fw${extra:+[$extra]} with the versions of constraints.txt" >&2
-    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check \
+    PYTHONWARNINGS=ignore "$venv/bin/python" -m pip install --quiet --disable-pip-version-check \
       --constraint "$root/constraints.txt" --editable "$root${extra:+[$extra]}" || return 2
     echo "$wanted" >"$stamp"
   fi

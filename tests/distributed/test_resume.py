@@ -59,6 +59,13 @@ def test_another_number_of_ranks_goes_on_with_the_same_losses(workspace, before,
     assert max(abs(a - b) / a for a, b in zip(expected, found, strict=True)) <= 1e-5
 
 
+def test_a_resumed_run_with_another_batch_size_sees_the_next_samples(workspace):
+    fw("train", "tiny.yaml", "train.max_steps=4", "train.save_every=4").ok()
+    fw("train", "tiny.yaml", "train.max_steps=6", "train.save_every=6", "train.global_batch_size=4", "resume=auto").ok()
+    state = json.loads(Path("run/checkpoints/latest/trainer.json").read_text())
+    assert state["loader"]["samples_seen"] == 4 * 8 + 2 * 4 and state["tokens"] == (4 * 8 + 2 * 4) * 64
+
+
 def test_resuming_keeps_the_loss_scale_and_skips_are_shown(workspace):
     fp16 = (
         "precision=fp16",
@@ -120,6 +127,14 @@ def test_a_signal_saves_and_ends_cleanly(workspace, ranks, number, code):
     assert f"at step {steps}" in done.err and len(metrics("run")) == steps + 2
 
 
+def test_ranks_whose_launcher_is_killed_save_and_end(workspace):
+    process = started(*TWO)
+    process.kill()
+    _, err = process.communicate(timeout=120)  # until the last rank has closed its end
+    assert "go on with resume=auto" in err
+    assert fw("train", "tiny.yaml", "train.max_steps=1", "resume=auto").ok().err.count("nothing to do") == 1
+
+
 def test_a_signal_with_saving_switched_off_says_so(workspace):
     process = started("train.save_every=0")
     process.send_signal(signal.SIGTERM)
@@ -144,6 +159,8 @@ def test_resume_refuses_damage_other_data_and_what_is_no_checkpoint(workspace):
     Path("other.txt").write_text(Path("corpus.txt").read_text().replace("model", "engine"))
     done = fw("train", "tiny.yaml", "resume=run", "data.files=other.txt", "train.run_dir=new")
     assert done.code == 2 and "was trained on other data" in done.err
+    done = fw("train", "tiny.yaml", "resume=run", "train.seed=9", "train.run_dir=new")
+    assert done.code == 2 and "was trained with train.seed=0, the config says 9" in done.err
     done = fw("train", "tiny.yaml", "resume=run/checkpoints/step-00000002/nowhere")
     assert done.code == 2 and "is no checkpoint: no such directory" in done.err
     done = fw("train", "tiny.yaml", "resume=.")

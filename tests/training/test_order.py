@@ -9,7 +9,7 @@ from fw.training.order import RankedBatches, StepOrder
 
 
 def steps(count, ranks, samples=13, batch=4, seed=3, start=0):
-    orders = [iter(StepOrder(samples, batch, seed, rank, ranks, start)) for rank in range(ranks)]
+    orders = [iter(StepOrder(samples, batch, seed, rank, ranks, start * batch)) for rank in range(ranks)]
     return [sum((next(order) for order in orders), []) for _ in range(count)]
 
 

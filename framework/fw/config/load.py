@@ -32,11 +32,11 @@ class Config:
     text: str = field(default="", repr=False)
 
     def origin(self, path: Path) -> Origin:
-        """The origin of ``path``, or of the nearest section around it that was written, or :data:`DEFAULT`."""
+        """The origin of ``path``, or of the nearest section around it, or of the first value inside it, or :data:`DEFAULT`."""
         for length in range(len(path), 0, -1):
             if path[:length] in self.origins:
                 return self.origins[path[:length]]
-        return DEFAULT
+        return next((origin for known, origin in self.origins.items() if known[: len(path)] == path), DEFAULT)
 
     def was_set(self, *path: str) -> bool:
         """Whether the user gave this value, in a file or as an override."""

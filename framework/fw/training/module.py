@@ -43,6 +43,7 @@ class TrainingModule(pl.LightningModule):
         self.stop = stop
         self.start_step = checkpoint.state()["step"] if checkpoint else 0
         self.tokens_seen = checkpoint.state()["tokens"] if checkpoint else 0
+        self.samples_seen = checkpoint.state()["loader"]["samples_seen"] if checkpoint else 0
         self.last: StepOutcome | None = None
         self.val_loss: float | None = None
         self._vocab_size = vocab_size
@@ -114,6 +115,7 @@ class TrainingModule(pl.LightningModule):
         progress.increment_ready()
         progress.increment_completed()
         self.tokens_seen += recipe.tokens_per_step
+        self.samples_seen += recipe.train.global_batch_size
         self.last = StepOutcome(step + 1, torch.stack(loss_parts).sum(), result.grad_norm, stepper.lr * lr_factor, result.skipped)
         if self.stop.decided:
             self.trainer.should_stop = True

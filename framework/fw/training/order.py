@@ -13,24 +13,24 @@ from fw.kinds.data import IGNORED, Sample, Samples
 
 
 class StepOrder(Sampler[list[int]]):
-    """For each optimizer step from ``start_step`` on, the indices of this rank's share of the global batch; without end.
+    """For each optimizer step, the indices of this rank's share of the global batch; without end.
 
-    Samples are numbered through all epochs; an epoch is a permutation seeded by seed and epoch. Step ``s`` takes the numbers
-    ``s·G … (s+1)·G - 1``, of which each rank takes a consecutive part: the global batch does not depend on the number of ranks.
+    Samples are numbered through all epochs; an epoch is a permutation seeded by seed and epoch. Each step takes the next
+    ``global_batch_size`` numbers from ``samples_seen`` on, of which each rank takes a consecutive part: the global batch does not depend
+    on the number of ranks, and how many samples were seen is all that a resume needs to know.
     """
 
-    def __init__(self, samples: int, global_batch_size: int, seed: int, rank: int, ranks: int, start_step: int) -> None:
+    def __init__(self, samples: int, global_batch_size: int, seed: int, rank: int, ranks: int, samples_seen: int) -> None:
         self._samples, self._batch, self._seed = samples, global_batch_size, seed
-        self._rank, self._ranks, self._start = rank, ranks, start_step
+        self._rank, self._ranks, self._seen = rank, ranks, samples_seen
         self._epoch, self._permutation = -1, torch.empty(0, dtype=torch.int64)
 
     def __iter__(self) -> Iterator[list[int]]:
         share = self._batch // self._ranks
-        step = self._start
+        first = self._seen + self._rank * share
         while True:
-            first = step * self._batch + self._rank * share
             yield [self._index(number) for number in range(first, first + share)]
-            step += 1
+            first += self._batch
 
     def _index(self, number: int) -> int:
         epoch, position = divmod(number, self._samples)

@@ -42,7 +42,7 @@ def render(title: str, summary: Sequence[tuple[str, str]], rows: Sequence[Mappin
         f"<title>{html.escape(title)}</title><style>{_STYLE}</style></head><body>",
         f"<h1>{html.escape(title)}</h1>",
         "<h2>Loss</h2>",
-        _losschart(rows),
+        _loss_chart(rows),
         "<h2>Summary</h2><table>",
         *(f"<tr><th scope='row'>{html.escape(k)}</th><td class='n'>{html.escape(v)}</td></tr>" for k, v in summary),
         "</table>",

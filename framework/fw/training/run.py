@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import logging
 import os
+import signal
 import sys
 import warnings
 from collections.abc import Sequence
@@ -73,7 +75,8 @@ def _launch(recipe: Recipe, files: Sequence[str], overrides: Sequence[str]) -> T
 
 
 def _train_rank(recipe: Recipe, world: World) -> TrainResult:
-    _quiet(world)
+    _quiet()
+    _end_with_parent()
     device = _device(recipe, world)
     corpus, vocab_size = _open_data(recipe, say=_say if world.is_first else _say_nothing)
     checkpoint = _open_checkpoint(recipe, corpus)
@@ -118,7 +121,7 @@ def _train_rank(recipe: Recipe, world: World) -> TrainResult:
     if checkpoint is not None and world.is_first:
         _say(f"resuming from {checkpoint.path} at step {start_step}")
     pin = device.type == "cuda"
-    steps = StepOrder(len(corpus.train), recipe.train.global_batch_size, recipe.train.seed, world.rank, world.size, start_step)
+    steps = StepOrder(len(corpus.train), recipe.train.global_batch_size, recipe.train.seed, world.rank, world.size, module.samples_seen)
     passes = RankedBatches(len(corpus.val), recipe.micro_batch_size, world.rank, world.size)
     try:
         trainer.fit(module, loader(corpus.train, steps, pin), loader(corpus.val, passes, pin))
@@ -165,6 +168,12 @@ def _open_checkpoint(recipe: Recipe, corpus: Corpus) -> Reader | None:
         raise UserError(f"{place}: {error}") from None
     if reader.state()["data"] != corpus.fingerprint:
         raise UserError(f"{place}: {path} was trained on other data than the config gives (tokens differ); use the same data section")
+    seed = reader.state()["loader"]["seed"]
+    if seed != recipe.train.seed:
+        raise UserError(
+            f"{place}: {path} was trained with train.seed={seed}, the config says {recipe.train.seed}, which would change the order"
+            f" of the data; set train.seed={seed}"
+        )
     return reader
 
 
@@ -189,11 +198,7 @@ def _save(recipe: Recipe, module: TrainingModule) -> Path:
             "tokens": module.tokens_seen,
             "scalars": stepper.scalars(),
             "data": module.corpus.fingerprint,
-            "loader": {
-                "samples_seen": module.global_step * recipe.train.global_batch_size,
-                "global_batch_size": recipe.train.global_batch_size,
-                "seed": recipe.train.seed,
-            },
+            "loader": {"samples_seen": module.samples_seen, "seed": recipe.train.seed},
         },
         write_files=write_files,
     )
@@ -231,6 +236,13 @@ def _leave_outcome(code: int, world: World) -> int:
     return code
 
 
+def _end_with_parent() -> None:
+    """Have the kernel send SIGTERM if fw's launcher dies, so that its ranks save and end instead of training on unseen (Linux)."""
+    if OUTCOME_DIR in os.environ and sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
+
+
 def _say(text: str) -> None:
     print(f"fw: {text}", file=sys.stderr, flush=True)
 
@@ -239,7 +251,7 @@ def _say_nothing(text: str) -> None:
     """What every rank knows, the first one says."""
 
 
-def _quiet(world: World) -> None:
+def _quiet() -> None:
     """Lightning's advice is for people who write its Trainer's arguments; fw has written them."""
     for name in ("pytorch_lightning", "lightning.pytorch", "lightning_fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)

@@ -8,7 +8,7 @@ import signal
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -51,8 +51,7 @@ class LocalLauncher(LauncherPlugin):
             rdzv_endpoint=launch.rendezvous or "localhost:0",
             max_restarts=0,
             monitor_interval=0.1,
-            # Stop signals reach the ranks through our own handler: the agent's would end them without waiting for the save.
-            signals_to_handle="SIGQUIT",
+            **_leave_signals_alone(),
         )
         with tempfile.TemporaryDirectory(prefix="fw-outcome-") as outcomes, _forward_signals():
             os.environ[OUTCOME_DIR] = outcomes
@@ -63,6 +62,14 @@ class LocalLauncher(LauncherPlugin):
                 return min((code for code in codes if code > 0), default=EXIT_FAILED)
             codes = [int(path.read_text()) for path in Path(outcomes).iterdir()]
             return max(codes, default=EXIT_OK)
+
+
+def _leave_signals_alone() -> dict[str, Any]:
+    """Stop signals reach the ranks through our own handler: the agent's would end them without waiting for the save."""
+    if "signals_to_handle" in {field.name for field in fields(LaunchConfig)}:
+        return {"signals_to_handle": "SIGQUIT"}
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"  # torch before the option
+    return {}
 
 
 @contextmanager
