@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Mapping
@@ -29,14 +30,17 @@ class Progress:
         """Training begins after ``step``."""
         self._begun, self._first = time.monotonic(), step
         if self._shown and sys.stderr.isatty():
-            self._bar = tqdm(total=self._total, initial=step, unit="step", dynamic_ncols=True, file=sys.stderr)
+            # A pseudo-terminal may say that it has no columns and rows, and tqdm would believe it.
+            known = os.get_terminal_size(sys.stderr.fileno()).columns > 0
+            width: dict[str, Any] = {"dynamic_ncols": True} if known else {"ncols": 120, "nrows": 24}
+            self._bar = tqdm(total=self._total, initial=step, unit="step", file=sys.stderr, **width)
 
     def advance(self, step: int, row: Mapping[str, Any] | None = None) -> None:
         """``step`` is done; ``row`` has its metrics where they were taken."""
         if self._bar is not None:
-            self._bar.update(step - self._bar.n)
             if row is not None:
-                self._bar.set_postfix_str(_describe(row))
+                self._bar.set_postfix_str(_describe(row), refresh=False)
+            self._bar.update(step - self._bar.n)
         elif self._shown and row is not None:
             now = time.monotonic()
             if now - self._last_line >= _SECONDS_BETWEEN_LINES or step in (self._first + 1, self._total):

@@ -72,11 +72,12 @@ def _loss_chart(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _smooth(points: Points) -> Points:
-    """An exponential running mean over about a fiftieth of the run."""
-    weight = 1 / max(1.0, len(points) / 50)
-    mean, smoothed = points[0][1] if points else 0.0, []
-    for x, y in points:
-        mean += weight * (y - mean)
+    """An exponential running mean over about a fiftieth of the run, a plain mean until there are as many points."""
+    window = max(1.0, len(points) / 50)
+    mean = 0.0
+    smoothed = []
+    for number, (x, y) in enumerate(points, start=1):
+        mean += (y - mean) / min(number, window)
         smoothed.append((x, mean))
     return smoothed
 
