@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor, nn
+
 from fw.errors import UserError
 from fw.kinds.attention import AttentionPlugin
 from fw.kinds.model import CausalLM, Init, Readout
-from torch import Tensor, nn
-
 from fw_models.layers import Attention, GatedMLP, RMSNorm, rope_angles
 from fw_models.llama_names import to_hf
 

@@ -6,10 +6,11 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import load_file
+
 from fw.checkpointing import commit
 from fw.checkpointing.stream import SafetensorsWriter, index, split
 from fw.errors import RunError, UserError
-from safetensors.torch import load_file
 
 TENSORS = {
     "a": torch.arange(6, dtype=torch.float32).reshape(2, 3),

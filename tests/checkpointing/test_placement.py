@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from fw.checkpointing.placement import _CHUNK, _chunks, initialise
 from fw.kinds.model import Init
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+
 from fw.config import load
 from fw.config.yaml_source import parse, parse_value
 from fw.errors import UserError
@@ -102,6 +103,7 @@ def test_an_item_of_a_list_is_picked_by_number_or_name(write):
         ("a: 1\na: 2\n", r"c\.yaml:2: 'a' is given twice \(first in line 1\)"),
         ("a: [1\n", r"c\.yaml:\d: not valid YAML"),
         ("- a\n", r"c\.yaml:1: a config is a mapping"),
+        ("extends: 5\n", r"c\.yaml:1: 'extends' takes a file or a list of files, not 5"),
         ("extends: nowhere.yaml\n", r"c\.yaml:1: extends 'nowhere.yaml', which is no file"),
     ],
 )
@@ -115,3 +117,7 @@ def test_a_missing_file_and_a_malformed_override(write):
         load("nowhere.yaml")
     with pytest.raises(UserError, match="not of the form key=value"):
         load(write("c.yaml", ""), ["train.max_steps"])
+
+
+def test_keys_are_text_and_an_empty_extends_extends_nothing(write):
+    assert load(write("c.yaml", "extends:\n7: {true: 1}\n")).tree == {"7": {"True": 1}}

@@ -1,4 +1,5 @@
 import pytest
+
 from fw.config import format_size, parse_size
 from fw.errors import UserError
 

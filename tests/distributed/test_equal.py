@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
 from conftest import column, environment, fw, metrics
 
 SHARDINGS = {"ddp": ("sharding=ddp", "launch.devices=2"), "fsdp": ("sharding=fsdp", "launch.devices=2")}

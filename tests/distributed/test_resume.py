@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import column, environment, fw, metrics
 from safetensors.torch import load_file
+
+from conftest import column, environment, fw, metrics
 
 ONE = ()
 TWO = ("sharding=fsdp", "launch.devices=2")

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+
 from fw_plugins.attention.eager import EagerAttention
 from fw_plugins.attention.sdpa import SDPAttention
 

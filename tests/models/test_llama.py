@@ -6,12 +6,13 @@ import json
 
 import pytest
 import torch
+from transformers import AutoConfig, LlamaForCausalLM
+
 from fw.checkpointing.placement import initialise
 from fw_models.llama import Llama, LlamaConfig
 from fw_plugins.attention.eager import EagerAttention
 from fw_plugins.attention.sdpa import SDPAttention
 from fw_plugins.model.llama import LlamaModel
-from transformers import AutoConfig, LlamaForCausalLM
 
 SHAPES = [
     LlamaConfig(64, 2, 4, 2, intermediate_size=96, vocab_size=101),

@@ -8,14 +8,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from omegaconf import OmegaConf
+from tokenizers import Tokenizer
+
 from conftest import corpus_text
 from fw.config import Config, fill
 from fw.errors import UserError
 from fw_plugins.data.sources import cut, find_files, from_files, from_python
 from fw_plugins.data.text import TextConfig, TextData
 from fw_plugins.data.tokenizer import JsonTokenizer, byte_tokenizer, train_bpe
-from omegaconf import OmegaConf
-from tokenizers import Tokenizer
 
 AWKWARD = [
     "",

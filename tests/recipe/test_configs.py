@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+
 from conftest import REPOSITORY
 from fw.config import load
 from fw.recipe import resolve

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+
 from conftest import TINY
 from fw.config import DEFAULT, load
 from fw.errors import UserError
@@ -61,6 +62,7 @@ def test_interpolation_reaches_defaults_and_the_environment(recipe, monkeypatch)
         ("train.max_steps=1.5", r"train.max_steps: 1.5 is not of type int"),
         ("train.compile=perhaps", r"train.compile: .*perhaps.*"),
         ("train.max_steps=0", r"override train.max_steps=0: train.max_steps: 0 is too small"),
+        ("7=5", r"override 7=5: unknown section '7'"),
         ("train=5", r"'train' is a section of options, not 5"),
         ("model=7", r"write 'model: NAME' or .* not 7"),
         ("data.tokenizer=word", r"data.tokenizer: invalid value 'word', expected one of \['bpe', 'byte'\]"),

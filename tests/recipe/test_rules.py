@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from fw.config import load
 from fw.errors import UserError
 from fw.recipe import resolve

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from conftest import environment
 from fw import registry
 from fw.errors import UserError

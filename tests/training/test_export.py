@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from safetensors import safe_open
+from transformers import AutoTokenizer, LlamaForCausalLM
+
 from conftest import fw, metrics, summary
 from fw.assemble import assemble
 from fw.config import load
 from fw.recipe import resolve
-from safetensors import safe_open
-from transformers import AutoTokenizer, LlamaForCausalLM
 
 SAVE = ("train.max_steps=4", "train.save_every=4", "train.val_every=2", "train.sample_tokens=8")
 

@@ -7,6 +7,7 @@ import random
 from collections import Counter, defaultdict
 
 import pytest
+
 from fw.training.ngram import bits_per_byte
 
 

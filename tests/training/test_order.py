@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import islice
 
 import pytest
+
 from fw.training.order import RankedBatches, StepOrder
 
 

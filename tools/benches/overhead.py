@@ -42,6 +42,7 @@ def bare_rate(options: argparse.Namespace) -> float:
 def run_bare(options: argparse.Namespace) -> float:
     """In a process of its own: the recipe's model and data, and nothing else of fw."""
     import torch
+
     from bare_loop import train
     from fw.assemble import fill
     from fw.config import load

@@ -70,17 +70,18 @@ class _Layers:
             chain = " → ".join(p.name for p in (*opened[opened.index(real) :], real))
             raise UserError(f"{file}: 'extends' goes in a circle: {chain}")
         tree, origins, text = yaml_source.read_file(file)
-        bases = tree.pop("extends", [])
-        for base in [bases] if isinstance(bases, str) else bases:
+        bases = tree.pop("extends", None) or []
+        bases = bases if isinstance(bases, list) else [bases]
+        for base in bases:
             if not isinstance(base, str):
-                raise UserError(f"{origins[('extends',)]}: 'extends' takes a file or a list of files")
+                raise UserError(f"{origins[('extends',)]}: 'extends' takes a file or a list of files, not {base!r}")
             base_file = file.parent / base
             if not base_file.is_file():
                 raise UserError(f"{origins[('extends',)]}: extends '{base}', which is no file ({base_file})")
             self.add_file(base_file, (*opened, real))
         self.files.append(str(file))
         for section, value in tree.items():
-            self._merge((section,), value, {p: o for p, o in origins.items() if p[0] == section})
+            self._merge(section, value, {p: o for p, o in origins.items() if p[0] == section})
         return text
 
     def add_override(self, text: str) -> None:
@@ -93,16 +94,13 @@ class _Layers:
         origin = override(text)
         value = yaml_source.parse_value(value_text)
         tree: Any = value
-        origins = {parts[:n]: origin for n in range(len(parts), len(parts) + 1)}
-        if isinstance(value, Mapping | list):
-            for sub in _paths(value):
-                origins[(*parts, *sub)] = origin
+        origins = {(*parts, *inner): origin for inner in [(), *_paths(value)]}
         if len(parts) > 1 and isinstance(self.tree.get(parts[0]), list):
             self._set_in_list(parts, value, origins, text)
             return
         for part in reversed(parts[1:]):
             tree = {part: tree}
-        self._merge((parts[0],), tree, origins)
+        self._merge(parts[0], tree, origins)
 
     def _set_in_list(self, parts: Path, value: Any, origins: dict[Path, Origin], text: str) -> None:
         """``logger.0.option=value``: an index, or the name of an item, picks the item of a list."""
@@ -122,9 +120,8 @@ class _Layers:
             node[parts[-1]] = value
         self.origins.update({(p[0], str(index), *p[2:]): o for p, o in origins.items()})
 
-    def _merge(self, path: Path, value: Any, origins: Mapping[Path, Origin]) -> None:
+    def _merge(self, section: str, value: Any, origins: Mapping[Path, Origin]) -> None:
         """Merge one top-level section."""
-        section = path[0]
         old = self.tree.get(section)
         if isinstance(value, Mapping):
             if isinstance(old, str) and ("name" not in value or value["name"] == old):

@@ -76,13 +76,20 @@ def parse(text: str, source: str) -> tuple[dict[str, Any], dict[Path, Origin]]:
             raise UserError(f"{source}:{node.start_mark.line + 1}: a config is a mapping of sections, like 'model: llama'")
         origins: dict[Path, Origin] = {}
         _collect(node, (), source, origins)
-        tree = loader.construct_document(node)
+        tree = _with_text_keys(loader.construct_document(node))
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 0
         raise UserError(f"{source}:{line}: not valid YAML: {error.problem or error.context}") from None
     finally:
         loader.dispose()
     return tree, origins
+
+
+def _with_text_keys(value: Any) -> Any:
+    """Keys are names: a key that YAML takes for a number or a truth value is the text it was written as."""
+    if isinstance(value, dict):
+        return {str(key): _with_text_keys(inner) for key, inner in value.items()}
+    return [_with_text_keys(inner) for inner in value] if isinstance(value, list) else value
 
 
 def parse_value(text: str) -> Any:

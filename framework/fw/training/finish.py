@@ -34,7 +34,15 @@ def finish(recipe: Recipe, module: TrainingModule, between: BetweenSteps, device
     if recipe.train.sample_tokens:
         prompt = recipe.train.sample_prompt or _prompt(module.corpus)
         context = recipe.train.sequence_length
-        continued = sample(module.assembly.stepper, module.corpus.tokenizer, prompt, recipe.train.sample_tokens, context, device)
+        continued = sample(
+            module.assembly.stepper,
+            module.corpus.tokenizer,
+            prompt,
+            recipe.train.sample_tokens,
+            context,
+            device,
+            module.strategy.broadcast,
+        )
         text = f"{prompt}▸{continued}"
     (memory,) = module.strategy.max_on_host([float(peak_memory_bytes(device))])
     (memory_least,) = module.strategy.max_on_host([-float(peak_memory_bytes(device))])

@@ -162,7 +162,7 @@ def _open_checkpoint(recipe: Recipe, corpus: Corpus) -> Reader | None:
         path = plugin.latest(given) or plugin.latest(given / run_dir.CHECKPOINTS) or given
     try:
         reader = plugin.open(path)
-        if current_world().rank == 0:
+        if current_world().rank == 0 and OUTCOME_DIR not in os.environ:  # else the launching process has verified it
             reader.verify()
     except (UserError, RunError) as error:
         raise UserError(f"{place}: {error}") from None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from fw.kinds.data import Tokenizer
@@ -16,12 +18,17 @@ def sample(
     tokens: int,
     context: int,
     device: torch.device,
+    agree: Callable[[int], int],
     temperature: float = 0.8,
     top_k: int = 40,
 ) -> str:
     """Continue ``prompt`` by up to ``tokens`` tokens; the same text on every rank. Collective where the model is sharded.
 
-    The whole context is computed anew for each token: no cache, nothing to agree on with one.
+    The whole context is computed anew for each token, without a cache.
+
+    Args:
+        context: most tokens the model is shown.
+        agree: gives every rank the first one's choice, so that ranks whose logits differ in the last bit stop after the same token.
     """
     generator = torch.Generator().manual_seed(0)
     ids = tokenizer.encode(prompt) or [tokenizer.eos_id]
@@ -33,6 +40,7 @@ def sample(
             logits_V = stepper.module(window)[0, -1].float().cpu()[: tokenizer.vocab_size]
         values, choices = (logits_V / temperature).topk(min(top_k, len(logits_V)))
         choice = int(choices[torch.multinomial(values.softmax(-1), 1, generator=generator)])
+        choice = agree(choice)
         if choice == tokenizer.eos_id:
             break
         produced.append(choice)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from fw.kinds.attention import AttentionPlugin
 from torch import Tensor, nn
 
+from fw.kinds.attention import AttentionPlugin
 from fw_models.layers.rope import rotate
 
 

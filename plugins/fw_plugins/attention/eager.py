@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 
 import torch
-from fw.kinds.attention import AttentionPlugin
 from torch import Tensor
+
+from fw.kinds.attention import AttentionPlugin
 
 
 class EagerAttention(AttentionPlugin):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import torch.nn.functional as F
-from fw.kinds.attention import AttentionPlugin
 from torch import Tensor
+
+from fw.kinds.attention import AttentionPlugin
 
 
 class SDPAttention(AttentionPlugin):

@@ -11,16 +11,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
 from fw.checkpointing import commit
 from fw.checkpointing.placement import local_part
 from fw.checkpointing.stream import Digest, SafetensorsWriter, index, split
 from fw.config import parse_size
 from fw.errors import RunError, UserError
 from fw.kinds.checkpoint import CheckpointPlugin, Reader, Snapshot
-from safetensors import safe_open
-from safetensors.torch import save_file
-from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 STATE = "trainer.json"
 RNG = "rng.safetensors"

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
-from fw.errors import UserError
-from fw.kinds.data import Corpus, DataPlugin, Say
 from tokenizers import Tokenizer
 from tqdm import tqdm
 
+from fw.errors import UserError
+from fw.kinds.data import Corpus, DataPlugin, Say
 from fw_plugins.data import sources
 from fw_plugins.data.blocks import TokenBlocks
 from fw_plugins.data.tokenizer import JsonTokenizer, byte_tokenizer, train_bpe

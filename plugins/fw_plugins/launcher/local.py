@@ -13,11 +13,12 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
 from fw.config import LaunchSection
 from fw.errors import EXIT_FAILED, EXIT_OK
 from fw.kinds.launcher import OUTCOME_DIR, LauncherPlugin
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 

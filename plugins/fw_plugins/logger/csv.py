@@ -8,9 +8,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fw.kinds.logger import COLUMNS, LoggerPlugin
 from pytorch_lightning.loggers import Logger
 from pytorch_lightning.utilities import rank_zero_only
+
+from fw.kinds.logger import COLUMNS, LoggerPlugin
 
 
 class CsvMetrics(LoggerPlugin):

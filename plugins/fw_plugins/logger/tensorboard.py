@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fw.kinds.logger import LoggerPlugin
 from pytorch_lightning.loggers import Logger, TensorBoardLogger
+
+from fw.kinds.logger import LoggerPlugin
 
 
 class TensorBoardMetrics(LoggerPlugin):

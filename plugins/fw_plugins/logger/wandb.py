@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from fw.kinds.logger import LoggerPlugin
 from pytorch_lightning.loggers import Logger, WandbLogger
+
+from fw.kinds.logger import LoggerPlugin
 
 
 @dataclass

@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch.nn.functional as F
+from torch import Tensor, nn
+
 from fw.kinds.data import IGNORED
 from fw.kinds.model import Head
 from fw.kinds.objective import ObjectivePlugin
-from torch import Tensor, nn
 
 
 @dataclass

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
+
 from fw.errors import UserError
 from fw.kinds.optimizer import OptimizerPlugin, OptimizerSpec
 

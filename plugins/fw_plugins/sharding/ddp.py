@@ -8,14 +8,15 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
+
 from fw.errors import UserError
 from fw.kinds.model import CausalLM
 from fw.kinds.optimizer import OptimizerSpec
 from fw.kinds.precision import PrecisionPolicy
 from fw.kinds.sharding import ShardingPlugin, Stepper
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.parallel import DistributedDataParallel
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import GradBucket

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from torch.distributed.device_mesh import DeviceMesh
+
 from fw.errors import UserError
 from fw.kinds.model import CausalLM
 from fw.kinds.optimizer import OptimizerSpec
 from fw.kinds.precision import PrecisionPolicy
 from fw.kinds.sharding import ShardingPlugin, Stepper
-from torch.distributed.device_mesh import DeviceMesh
-
 from fw_plugins.sharding.torch_stepper import TorchStepper
 
 

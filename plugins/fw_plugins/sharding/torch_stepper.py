@@ -7,13 +7,13 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
 from fw.kinds.model import CausalLM
 from fw.kinds.optimizer import OptimizerSpec
 from fw.kinds.precision import LossScaling, PrecisionPolicy
 from fw.kinds.sharding import Stepper, StepResult
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-
 from fw_plugins.sharding.norm import global_norm
 
 

@@ -1,0 +1,125 @@
+"""The step against plain PyTorch, and loss scaling against its definition."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from fw.checkpointing.placement import initialise
+from fw.kinds.precision import LossScaling, PrecisionPolicy
+from fw_models.llama import Llama, LlamaConfig
+from fw_plugins.attention.sdpa import SDPAttention
+from fw_plugins.optimizer.adamw import AdamW, AdamWConfig
+from fw_plugins.optimizer.sgd import SGD, SGDConfig
+from fw_plugins.sharding.norm import global_norm
+from fw_plugins.sharding.single import SingleRank
+
+FP32 = PrecisionPolicy(torch.float32, torch.float32, torch.float32)
+CPU = torch.device("cpu")
+
+
+def model() -> Llama:
+    made = Llama(LlamaConfig(32, 2, 4, 2, intermediate_size=48), 50, SDPAttention(None))
+    for name, parameter in made.named_parameters():
+        initialise(parameter.data, name, made.init(name), seed=0)
+    return made
+
+
+def batches(count: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(50, (4, 17), generator=generator) for _ in range(count)]
+
+
+def loss_of(module, ids):
+    return F.cross_entropy(module(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.5])
+@pytest.mark.parametrize("fused", [True, False])
+def test_adamw_with_clipping_equals_plain_pytorch(clip, fused):
+    ours = model()
+    theirs = copy.deepcopy(ours)
+    spec = AdamW(AdamWConfig(lr=1e-2, weight_decay=0.1, fused=fused)).spec(CPU)
+    stepper = SingleRank(None).stepper(ours, None, FP32, spec, clip)
+    decayed = [p for n, p in theirs.named_parameters() if n.endswith("proj.weight") or n == "lm_head.weight"]
+    others = [p for n, p in theirs.named_parameters() if not (n.endswith("proj.weight") or n == "lm_head.weight")]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95))
+    for step, ids in enumerate(batches(5)):
+        factor = 1 / (step + 1)
+        with stepper.micro_batch(last=True), stepper.forward_context():
+            stepper.backward(loss_of(stepper.module, ids))
+        result = stepper.step(factor)
+        loss_of(theirs, ids).backward()
+        norm = torch.nn.utils.clip_grad_norm_(theirs.parameters(), clip or float("inf"))
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-2 * factor
+        optimizer.step()
+        optimizer.zero_grad()
+        assert result.grad_norm.item() == pytest.approx(norm.item(), rel=1e-5)
+    for (name, a), b in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-5, msg=name)
+
+
+def test_micro_batches_add_up():
+    whole, parts = model(), model()
+    spec = SGD(SGDConfig(lr=0.1, momentum=0.9)).spec(CPU)
+    one = SingleRank(None).stepper(whole, None, FP32, spec, 0.0)
+    many = SingleRank(None).stepper(parts, None, FP32, spec, 0.0)
+    for ids in batches(3):
+        one.backward(loss_of(whole, ids))
+        for part in ids.split(1):
+            many.backward(loss_of(parts, part) / len(ids))
+        one.step(1.0)
+        many.step(1.0)
+    for a, b in zip(whole.parameters(), parts.parameters(), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-5)
+
+
+def test_the_optimizers_state_survives_a_round_trip():
+    first = model()
+    spec = AdamW(AdamWConfig(lr=1e-2)).spec(CPU)
+    stepper = SingleRank(None).stepper(first, None, FP32, spec, 1.0)
+    for ids in batches(2):
+        stepper.backward(loss_of(first, ids))
+        stepper.step(1.0)
+    second = copy.deepcopy(first)
+    again = SingleRank(None).stepper(second, None, FP32, spec, 1.0)
+    again.load_optimizer_tensors({name: tensor.clone() for name, tensor in stepper.optimizer_tensors().items()})
+    ids = batches(3)[2]
+    for module, each in ((first, stepper), (second, again)):
+        each.backward(loss_of(module, ids))
+        each.step(1.0)
+    assert all(a.equal(b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
+
+
+def test_loss_scaling_changes_nothing_but_skips_overflow():
+    """In fp32, so that the mathematics of scaling is tested alone: a power of two cancels exactly."""
+    plain, scaled = model(), model()
+    spec = AdamW(AdamWConfig(lr=1e-2)).spec(CPU)
+    one = SingleRank(None).stepper(plain, None, FP32, spec, 0.5)
+    policy = PrecisionPolicy(torch.float32, torch.float32, torch.float32, LossScaling(2.0**10, growth_interval=2))
+    two = SingleRank(None).stepper(scaled, None, policy, spec, 0.5)
+    for number, ids in enumerate(batches(4)):
+        for module, stepper in ((plain, one), (scaled, two)):
+            stepper.backward(loss_of(module, ids))
+            result = stepper.step(1.0)
+            assert not result.skipped
+        assert two.scalars() == {"loss_scale": 2.0 ** (10 + (number + 1) // 2), "good_steps": (number + 1) % 2}
+    for a, b in zip(plain.parameters(), scaled.parameters(), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-7, rtol=1e-6)
+    before = [p.clone() for p in scaled.parameters()]
+    two.backward(loss_of(scaled, ids) * float("inf"))
+    result = two.step(1.0)
+    assert result.skipped and two.scalars() == {"loss_scale": 2.0**11, "good_steps": 0}
+    assert all(a.equal(b) for a, b in zip(before, scaled.parameters(), strict=True))
+    assert all(p.grad is None for p in scaled.parameters())
+
+
+def test_the_global_norm_is_accurate_where_torchs_is_not():
+    grads = [torch.randn(4096, 1024, generator=torch.Generator().manual_seed(0)) * 0.01, torch.randn(64)]
+    exact = torch.cat([g.double().flatten() for g in grads]).norm()
+    assert abs(global_norm(grads) - exact) / exact < 1e-7
