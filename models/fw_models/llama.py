@@ -52,9 +52,13 @@ class LlamaConfig:
     """Divide it by sqrt(2 · layers) for the two projections of a block that add to the residual stream (GPT-2)."""
 
     def __post_init__(self) -> None:
-        for name in ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"):
-            if getattr(self, name) < 1:
-                raise UserError(f"model.{name}: {getattr(self, name)} is too small; the least is 1")
+        shape = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size")
+        for name in (*shape, "vocab_size", "max_position_embeddings"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UserError(f"model.{name}: {value} is too small; the least is 1")
+        if self.rope_theta <= 0 or self.rms_norm_eps < 0 or self.initializer_range < 0:
+            raise UserError("model.rope_theta must be above 0, model.rms_norm_eps and model.initializer_range not below")
         if self.num_attention_heads % self.kv_heads:
             raise UserError(f"model.num_key_value_heads: {self.kv_heads} does not divide num_attention_heads {self.num_attention_heads}")
         if self.head_dim is None and self.hidden_size % self.num_attention_heads:

@@ -69,6 +69,10 @@ def test_config_prints_what_it_resolves_to(workspace, capsys):
     assert main(["config", "tiny.yaml", "train.seed=3", "--origin"]) == 0
     out = capsys.readouterr().out
     assert "train.seed: 3" in out and "# override train.seed=3" in out and "# default" in out and "# tiny.yaml:2" in out
+    assert main(["config", "tiny.yaml", "--origin", "train.seed=4"]) == 0
+    assert "train.seed: 4" in capsys.readouterr().out
+    assert main(["config", "tiny.yaml", "--orgin", "train.seed=4"]) == 2
+    assert "unrecognized arguments: --orgin" in capsys.readouterr().err
     assert main(["config", "tiny.yaml", "train.seed=${train.max_steps}"]) == 0
     assert "seed: 20" in capsys.readouterr().out
     assert main(["config", "tiny.yaml", "train.seed=${train.max_steps}", "--unresolved"]) == 0

@@ -93,6 +93,8 @@ def test_an_item_of_a_list_is_picked_by_number_or_name(write):
     path = write("c.yaml", "logger: [csv, wandb]")
     for override in ("logger.1.project=x", "logger.wandb.project=x"):
         assert load(path, [override]).tree["logger"] == ["csv", {"name": "wandb", "project": "x"}]
+    with pytest.raises(UserError, match="nothing there has options"):
+        load(path, ["logger.0.a=1", "logger.0.a.b=2"])
     with pytest.raises(UserError, match="pick one of them"):
         load(path, ["logger.mlflow.project=x"])
 
@@ -102,6 +104,9 @@ def test_an_item_of_a_list_is_picked_by_number_or_name(write):
     [
         ("a: 1\na: 2\n", r"c\.yaml:2: 'a' is given twice \(first in line 1\)"),
         ("a: [1\n", r"c\.yaml:\d: not valid YAML"),
+        ("a: \x07\n", r"c\.yaml: not valid YAML"),
+        ("a: !!int abc\n", r"c\.yaml: not valid YAML"),
+        ("a: &x [*x]\n", r"c\.yaml"),
         ("- a\n", r"c\.yaml:1: a config is a mapping"),
         ("extends: 5\n", r"c\.yaml:1: 'extends' takes a file or a list of files, not 5"),
         ("extends: nowhere.yaml\n", r"c\.yaml:1: extends 'nowhere.yaml', which is no file"),

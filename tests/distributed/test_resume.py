@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -92,7 +93,7 @@ def test_auto_starts_afresh_where_there_is_nothing_and_keeps_what_there_is(works
     assert len(metrics("run.1")) == 2 and len(metrics("run")) == 3
 
 
-def started(*words: str) -> subprocess.Popen[str]:
+def started(*words: str, **more: Any) -> subprocess.Popen[str]:
     """A run that has done its first step."""
     command = [
         sys.executable,
@@ -104,7 +105,7 @@ def started(*words: str) -> subprocess.Popen[str]:
         "train.save_every=100000",
         *words,
     ]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, env=environment())
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, env=environment(), **more)
     assert process.stderr is not None
     for line in process.stderr:
         if line.startswith("step "):
@@ -144,15 +145,24 @@ def test_a_signal_with_saving_switched_off_says_so(workspace):
     assert not Path("run/checkpoints").exists()
 
 
-def test_a_checkpoint_that_cannot_be_written_does_not_end_the_run(workspace):
-    def small_files_only() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))
+def small_files_only() -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))
 
+
+def test_a_checkpoint_that_cannot_be_written_does_not_end_the_run(workspace):
     done = fw("train", "tiny.yaml", "train.max_steps=3", "train.save_every=2", preexec_fn=small_files_only)
     assert done.code == 1 and "warning: checkpoint not written: run/checkpoints/step-00000002.tmp: File too large" in done.err
     assert "training finished, but its last checkpoint was not written" in done.err
     assert len(metrics("run")) == 3 and Path("run/summary.json").is_file()
-    assert not list(Path("run/checkpoints").glob("step-*3")) and not Path("run/checkpoints/latest").exists()
+    assert not list(Path("run/checkpoints").iterdir()), "no half-written checkpoint may keep its space"
+
+
+def test_a_stop_whose_save_fails_does_not_claim_to_have_saved(workspace):
+    process = started(preexec_fn=small_files_only)
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 1 and "training stopped, but its last checkpoint was not written" in err
+    assert "go on with resume=auto" not in err
 
 
 def test_resume_refuses_damage_other_data_and_what_is_no_checkpoint(workspace):
@@ -161,7 +171,14 @@ def test_resume_refuses_damage_other_data_and_what_is_no_checkpoint(workspace):
     done = fw("train", "tiny.yaml", "resume=run", "data.files=other.txt", "train.run_dir=new")
     assert done.code == 2 and "was trained on other data" in done.err
     done = fw("train", "tiny.yaml", "resume=run", "train.seed=9", "train.run_dir=new")
-    assert done.code == 2 and "was trained with train.seed=0, the config says 9" in done.err
+    assert done.code == 2 and "was trained with train.seed=0, the config says 9, which would change the order of the data" in done.err
+    for override, says in (
+        ("optimizer=sgd", "was trained with optimizer=adamw, the config says sgd"),
+        ("precision=bf16_true", "was trained with parameter dtype=float32, the config says bfloat16"),
+        ("train.sequence_length=32", "was trained with train.sequence_length=64, the config says 32"),
+    ):
+        done = fw("train", "tiny.yaml", "resume=run", override, "train.run_dir=new")
+        assert done.code == 2 and says in done.err
     done = fw("train", "tiny.yaml", "resume=run/checkpoints/step-00000002/nowhere")
     assert done.code == 2 and "is no checkpoint: no such directory" in done.err
     done = fw("train", "tiny.yaml", "resume=.")

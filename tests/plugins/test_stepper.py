@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from fw.checkpointing.placement import initialise
+from fw.errors import RunError
 from fw.kinds.precision import LossScaling, PrecisionPolicy
 from fw_models.llama import Llama, LlamaConfig
 from fw_plugins.attention.sdpa import SDPAttention
@@ -117,9 +118,19 @@ def test_loss_scaling_changes_nothing_but_skips_overflow():
     assert result.skipped and two.scalars() == {"loss_scale": 2.0**11, "good_steps": 0}
     assert all(a.equal(b) for a, b in zip(before, scaled.parameters(), strict=True))
     assert all(p.grad is None for p in scaled.parameters())
+    with pytest.raises(RunError, match="the loss itself diverges"):
+        for _ in range(40):
+            two.backward(loss_of(scaled, ids) * float("inf"))
+            two.step(1.0)
 
 
 def test_the_global_norm_is_accurate_where_torchs_is_not():
     grads = [torch.randn(4096, 1024, generator=torch.Generator().manual_seed(0)) * 0.01, torch.randn(64)]
     exact = torch.cat([g.double().flatten() for g in grads]).norm()
     assert abs(global_norm(grads) - exact) / exact < 1e-7
+
+
+def test_the_global_norm_of_odd_shapes():
+    grads = [torch.tensor(3.0), torch.empty(0), torch.empty(0, 5), torch.tensor([[4.0]])]
+    assert global_norm(grads).item() == 5.0
+    assert global_norm([torch.empty(0)]).item() == 0.0

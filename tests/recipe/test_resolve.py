@@ -73,12 +73,37 @@ def test_interpolation_reaches_defaults_and_the_environment(recipe, monkeypatch)
         ("launch.nodes=2", r"launch.nodes: 2 hosts need launch.rendezvous"),
         ("model.num_key_value_heads=3", r"3 does not divide num_attention_heads 4"),
         ("resume=5", r"resume is 'auto' or the path"),
+        ("train.compile=5", r"train.compile: 5 is not of type bool"),
+        ("train.gradient_clip_norm=.nan", r"train.gradient_clip_norm: nan is not a finite number"),
+        ("optimizer.lr=inf", r"optimizer.lr: 'inf' is not a finite number"),
+        ("data.files=[[a]]", r"data.files: \[\['a'\]\] is not of type list\[str\]"),
+        ("train.max_steps=${", r"train.max_steps: '\$\{' is no interpolation"),
+        ("model=${nowhere}", r"model: .*nowhere.* not found"),
+        ("model.num_key_value_heads=0", r"model.num_key_value_heads: 0 is too small"),
+        ("model.head_dim=0", r"model.head_dim: 0 is too small"),
+        ("launch.rendezvous=host", r"launch.rendezvous: 'host' is not of the form HOST:PORT"),
+        ("launch.threads=0", r"launch.threads: 0 is too small"),
+        ("logger.0.a=1", r"unknown key 'a' in 'logger.0'"),
     ],
 )
 def test_wrong_input_is_refused_in_one_sentence(recipe, override, message):
     with pytest.raises(UserError, match=message) as caught:
         recipe(override)
     assert "\n" not in str(caught.value)
+
+
+def test_text_options_get_what_was_written(recipe, workspace):
+    made = recipe("train.run_dir=007", "train.sample_prompt=Hello: world")
+    assert made.train.run_dir == "007" and made.train.sample_prompt == "Hello: world"
+    Path("text.yaml").write_text("extends: tiny.yaml\ntrain: {run_dir: 1e5, sample_prompt: on}\n")
+    train = resolve(load("text.yaml")).train
+    assert (train.run_dir, train.sample_prompt) == ("1e5", "on")
+
+
+def test_names_and_resume_may_be_interpolated(recipe, monkeypatch):
+    monkeypatch.setenv("FW_TEST_NAME", "sgd")
+    made = recipe("optimizer=${oc.env:FW_TEST_NAME}", "resume=${oc.env:FW_TEST_RESUME,auto}", "schedule=constant")
+    assert made.names["optimizer"] == ("sgd",) and made.resume == "auto"
 
 
 def test_a_missing_extra_is_named_with_its_pip_command(recipe, monkeypatch):

@@ -109,6 +109,12 @@ def _run(words: list[str]) -> int:
         )
         module.add_arguments(sub)
         sub.set_defaults(run=module.run)
-    options = parser.parse_args(words)
+    options, more = parser.parse_known_args(words)
+    # argparse takes positional arguments in one run only; overrides may stand after an option too.
+    overrides = [word for word in more if "=" in word and not word.startswith("-")]
+    if len(overrides) < len(more) or (more and not hasattr(options, "overrides")):
+        parser.error(f"unrecognized arguments: {' '.join(word for word in more if word not in overrides) or ' '.join(more)}")
+    if more:
+        options.overrides = [*options.overrides, *overrides]
     code: int = options.run(options)
     return code

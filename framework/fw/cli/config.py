@@ -23,8 +23,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Print."""
     from fw import config as configuration
+    from fw.config import to_yaml
     from fw.recipe import current_world, resolve
-    from fw.training.run_dir import to_yaml
 
     loaded = configuration.load(options.config, options.overrides)
     recipe = resolve(loaded, current_world())

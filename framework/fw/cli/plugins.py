@@ -48,7 +48,7 @@ def _list(options: argparse.Namespace) -> int:
         kinds = {options.kind: None}
     rows: list[dict[str, Any]] = []
     for kind in kinds:
-        for line in registry.listing(kind):
+        for line in registry.listing(kind, KINDS[kind].apis if kind in KINDS else (1,)):
             problem = line.problem or (_import_problem(kind, line.entry.name) if options.imported else "")
             if kind not in KINDS:
                 problem = problem or f"fw has no kind '{kind}'{did_you_mean(kind, KINDS)}"

@@ -5,9 +5,10 @@ This package knows nothing of plugins: it reads, layers and remembers. :mod:`fw.
 
 from fw.config.load import Config, load
 from fw.config.origin import DEFAULT, Origin
-from fw.config.schema import fill, options_of
+from fw.config.schema import check_interpolations, fill, interpolated, options_of
 from fw.config.sections import LaunchSection, MemorySection, TrainSection
 from fw.config.size import format_size, parse_size
+from fw.config.yaml_source import dump as to_yaml
 
 __all__ = [
     "DEFAULT",
@@ -16,9 +17,12 @@ __all__ = [
     "MemorySection",
     "Origin",
     "TrainSection",
+    "check_interpolations",
     "fill",
     "format_size",
+    "interpolated",
     "load",
     "options_of",
     "parse_size",
+    "to_yaml",
 ]

@@ -105,9 +105,10 @@ class _Layers:
     def _set_in_list(self, parts: Path, value: Any, origins: dict[Path, Origin], text: str) -> None:
         """``logger.0.option=value``: an index, or the name of an item, picks the item of a list."""
         items: list[Any] = self.tree[parts[0]]
+        refusal = UserError(f"override '{text}': nothing there has options")
         names = [item.get("name") if isinstance(item, Mapping) else item for item in items]
         pick = parts[1]
-        index = int(pick) if pick.isdigit() else names.index(pick) if pick in names else -1
+        index = int(pick) if pick.isdecimal() else names.index(pick) if pick in names else -1
         if not 0 <= index < len(items):
             raise UserError(f"override '{text}': '{parts[0]}' is a list of {names}; pick one of them by name or by number from 0")
         if len(parts) == 2:
@@ -116,7 +117,9 @@ class _Layers:
             item = items[index]
             node = items[index] = {"name": item} if isinstance(item, str) else item
             for part in parts[2:-1]:
-                node = node.setdefault(part, {})
+                node = node.setdefault(part, {}) if isinstance(node, dict) else None
+            if not isinstance(node, dict):
+                raise refusal
             node[parts[-1]] = value
         self.origins.update({(p[0], str(index), *p[2:]): o for p, o in origins.items()})
 

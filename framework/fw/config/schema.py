@@ -5,9 +5,11 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
+import math
 import textwrap
+import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any, TypeVar
 
@@ -61,25 +63,83 @@ def _place(config: Config, path: Path, message: str) -> str:
 
 def _assign(node: DictConfig, cls: type, key: str, value: Any, config: Config, path: Path) -> None:
     place = f"{config.origin(path)}: {'.'.join(path)}"
-    if isinstance(value, str) and typing.get_origin(typing.get_type_hints(cls)[key]) is list and "${" not in value:
-        value = [value]  # a list of one may be written without brackets
+    hint = typing.get_type_hints(cls)[key]
+    value = _as_written(value, hint, config, path)
+    wrong = UserError(f"{place}: {value!r} is not of type {_type_name(hint)}")
+    kinds = _without_none(hint)
+    if kinds == (bool,) and isinstance(value, int | float) and not isinstance(value, bool):
+        raise wrong
+    if typing.get_origin(hint) is list and isinstance(value, list) and any(isinstance(item, list | dict) for item in value):
+        raise wrong
     try:
         OmegaConf.update(node, key, value)
-        OmegaConf.select(node, key)  # resolves an interpolation now, so that its error has this place
+        resolved = OmegaConf.select(node, key)  # resolves an interpolation now, so that its error has this place
     except InterpolationKeyError as error:
         raise UserError(f"{place}: {_first_line(error)}") from None
     except OmegaConfBaseException as error:
-        hint = typing.get_type_hints(cls).get(key)
-        name = hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", "")
         text = _first_line(error)
-        if (
-            "could not be converted" in text
-            or "Incompatible value" in text
-            or "incompatible with" in text
-            or "Invalid value assigned" in text
-        ):
-            text = f"{value!r} is not of type {name}"
+        if any(sign in text for sign in ("could not be converted", "ncompatible", "nvalid value assigned")):
+            raise wrong from None
         raise UserError(f"{place}: {text}") from None
+    if isinstance(resolved, float) and not math.isfinite(resolved):
+        raise UserError(f"{place}: {value!r} is not a finite number")
+
+
+def _as_written(value: Any, hint: Any, config: Config, path: Path) -> Any:
+    """What an option that takes text, or a list, gets when YAML saw something else in what was written."""
+    raw = config.origins[path].raw if path in config.origins else None
+    if _without_none(hint) == (str,) and value is not None and not isinstance(value, str) and raw is not None:
+        return raw
+    if isinstance(value, str) and typing.get_origin(hint) is list and "${" not in value:
+        return [value]  # a list of one may be written without brackets
+    return value
+
+
+def _without_none(hint: Any) -> tuple[Any, ...]:
+    """The types a hint allows besides None."""
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return tuple(arg for arg in typing.get_args(hint) if arg is not type(None))
+    return (hint,)
+
+
+def _type_name(hint: Any) -> str:
+    return hint.__name__ if isinstance(hint, type) and not typing.get_args(hint) else str(hint).replace("typing.", "")
+
+
+def check_interpolations(config: Config) -> None:
+    """Refuse a malformed ``${…}`` with its place.
+
+    Raises:
+        UserError: the first one found.
+    """
+    for path, text in _texts(config.tree):
+        if "${" in text:
+            try:
+                OmegaConf.create({"value": text})
+            except OmegaConfBaseException as error:
+                raise UserError(f"{config.origin(path)}: {'.'.join(path)}: '{text}' is no interpolation: {_first_line(error)}") from None
+
+
+def interpolated(text: str, config: Config, path: Path) -> Any:
+    """``text`` with its interpolations resolved against what was written, for what is needed before the defaults are known.
+
+    Raises:
+        UserError: an interpolation leads nowhere.
+    """
+    if "${" not in text:
+        return text
+    try:
+        return OmegaConf.select(OmegaConf.create({**config.tree, "__value__": text}), "__value__")
+    except OmegaConfBaseException as error:
+        raise UserError(f"{config.origin(path)}: {'.'.join(path)}: {_first_line(error)}") from None
+
+
+def _texts(value: Any, path: Path = ()) -> Iterator[tuple[Path, str]]:
+    if isinstance(value, str):
+        yield path, value
+    items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in items:
+        yield from _texts(inner, (*path, str(key)))
 
 
 def _check_keys(cls: type, config: Config, path: Path, values: Mapping[str, Any]) -> None:
@@ -129,8 +189,7 @@ def options_of(cls: type) -> tuple[Option, ...]:
         else:
             default = "(required)"
         hint = hints[field.name]
-        name = hint.__name__ if isinstance(hint, type) and not typing.get_args(hint) else str(hint).replace("typing.", "")
-        found.append(Option(field.name, name, default, docs.get(field.name, "")))
+        found.append(Option(field.name, _type_name(hint), default, docs.get(field.name, "")))
     return tuple(found)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Literal
 
@@ -74,12 +75,18 @@ class LaunchSection:
     """`host:port` on which the hosts find each other; needed with more than one host."""
     accelerator: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto` takes CUDA where it is available."""
+    threads: int | None = None
+    """CPU threads of a rank; empty for OMP_NUM_THREADS, else the host's cores ÷ devices."""
     timeout: int = 1800
     """Seconds after which a collective that does not complete fails the run."""
 
     def __post_init__(self) -> None:
         _at_least("launch", {"devices": self.devices, "nodes": self.nodes, "timeout": self.timeout}, 1)
-        if self.nodes > 1 and ":" not in self.rendezvous:
+        if self.threads is not None:
+            _at_least("launch", {"threads": self.threads}, 1)
+        if self.rendezvous and not re.fullmatch(r"\S+:\d+", self.rendezvous):
+            raise UserError(f"launch.rendezvous: '{self.rendezvous}' is not of the form HOST:PORT")
+        if self.nodes > 1 and not self.rendezvous:
             raise UserError(f"launch.nodes: {self.nodes} hosts need launch.rendezvous=HOST:PORT, an address on one of them")
 
 

@@ -6,6 +6,7 @@ YAML 1.2's core schema: ``on``, ``off``, ``yes`` and ``no`` are strings, ``1e-3`
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path as FilePath
 from typing import Any
 
@@ -67,8 +68,9 @@ def read_file(file: FilePath) -> tuple[dict[str, Any], dict[Path, Origin], str]:
 
 def parse(text: str, source: str) -> tuple[dict[str, Any], dict[Path, Origin]]:
     """Parse YAML text; ``source`` names it in errors and origins."""
-    loader = _CoreLoader(text)
+    loader = None
     try:
+        loader = _CoreLoader(text)
         node = loader.get_single_node()
         if node is None:
             return {}, {}
@@ -80,8 +82,12 @@ def parse(text: str, source: str) -> tuple[dict[str, Any], dict[Path, Origin]]:
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 0
         raise UserError(f"{source}:{line}: not valid YAML: {error.problem or error.context}") from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        reason = "an alias refers to what contains it" if isinstance(error, RecursionError) else str(error).splitlines()[0]
+        raise UserError(f"{source}: not valid YAML: {reason}") from None
     finally:
-        loader.dispose()
+        if loader is not None:
+            loader.dispose()
     return tree, origins
 
 
@@ -94,13 +100,33 @@ def _with_text_keys(value: Any) -> Any:
 
 def parse_value(text: str) -> Any:
     """The value of an override, by the same rules as in a file; text that is no YAML stays a string."""
-    loader = _CoreLoader(text)
+    loader = None
     try:
-        return loader.get_single_data()
-    except yaml.YAMLError:
+        loader = _CoreLoader(text)
+        return _with_text_keys(loader.get_single_data())
+    except (yaml.YAMLError, ValueError, RecursionError):
         return text
     finally:
-        loader.dispose()
+        if loader is not None:
+            loader.dispose()
+
+
+class _CoreDumper(yaml.SafeDumper):
+    """Writes what :class:`_CoreLoader` reads back: quotes what it would take for a number."""
+
+
+_CoreDumper.yaml_implicit_resolvers = _CoreLoader.yaml_implicit_resolvers
+
+
+def dump(tree: Any) -> str:
+    """YAML in the order of the tree, which :func:`parse` reads back as it was."""
+    return yaml.dump(_plain(tree), Dumper=_CoreDumper, sort_keys=False, allow_unicode=True, width=120)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _plain(inner) for key, inner in value.items()}
+    return [_plain(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
 def _collect(node: yaml.Node, path: Path, source: str, origins: dict[Path, Origin]) -> None:
@@ -111,10 +137,14 @@ def _collect(node: yaml.Node, path: Path, source: str, origins: dict[Path, Origi
             line = key_node.start_mark.line + 1
             if place in origins and key != "<<":
                 raise UserError(f"{source}:{line}: '{'.'.join(place)}' is given twice (first in line {origins[place].line})")
-            origins[place] = Origin(source, line)
+            origins[place] = Origin(source, line, raw=_raw(value_node))
             _collect(value_node, place, source, origins)
     elif isinstance(node, yaml.SequenceNode):
         for index, item in enumerate(node.value):
             place = (*path, str(index))
-            origins[place] = Origin(source, item.start_mark.line + 1)
+            origins[place] = Origin(source, item.start_mark.line + 1, raw=_raw(item))
             _collect(item, place, source, origins)
+
+
+def _raw(node: yaml.Node) -> str | None:
+    return node.value if isinstance(node, yaml.ScalarNode) else None

@@ -10,13 +10,15 @@ from fw.registry import Plugin
 
 @dataclass(frozen=True)
 class Kind:
-    """``default`` is the plugin taken where a config names none, ``None`` where a config must; ``many`` where a list is allowed."""
+    """``default`` is the plugin taken where a config names none, ``None`` where a config must; ``many`` where a list is allowed;
+    ``apis`` are the versions of the contract that this core speaks."""
 
     name: str
     decides: str
     contract: str
     default: str | None
     many: bool = False
+    apis: tuple[int, ...] = (1,)
 
     def load_contract(self) -> type[Plugin]:
         """Import the contract's class."""

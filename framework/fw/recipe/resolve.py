@@ -11,7 +11,17 @@ from typing import Any, TypeVar, cast
 from omegaconf import DictConfig, OmegaConf
 
 from fw import registry
-from fw.config import DEFAULT, Config, LaunchSection, MemorySection, Origin, TrainSection, fill
+from fw.config import (
+    DEFAULT,
+    Config,
+    LaunchSection,
+    MemorySection,
+    Origin,
+    TrainSection,
+    check_interpolations,
+    fill,
+    interpolated,
+)
 from fw.errors import UserError, did_you_mean
 from fw.kinds import KINDS, Kind
 from fw.kinds.attention import AttentionPlugin
@@ -109,6 +119,7 @@ def resolve(config: Config, world: World | None = None) -> Recipe:
         UserError: unknown section, plugin or option, wrong type, rules broken, or a batch or mesh that does not divide.
     """
     _check_sections(config)
+    check_interpolations(config)
     chosen = {name: _choose(kind, config) for name, kind in KINDS.items()}
     root = _with_defaults(config, chosen)
 
@@ -195,14 +206,15 @@ def _choose(kind: Kind, config: Config) -> list[_Pick]:
 def _pick(kind: Kind, contract: type[Plugin], value: Any, path: tuple[str, ...], config: Config) -> _Pick:
     place = config.origin(path)
     if isinstance(value, str):
-        value = {"name": value}
+        value = {"name": interpolated(value, config, path)}
     if not isinstance(value, Mapping):
         raise UserError(f"{place}: {'.'.join(path)}: write '{kind.name}: NAME' or '{kind.name}: {{name: NAME, …}}', not {value!r}")
     name = value.get("name", kind.default)
+    name = interpolated(name, config, (*path, "name")) if isinstance(name, str) else name
     if not isinstance(name, str):
         raise UserError(f"{place}: section '{kind.name}' has no 'name'; say which plugin it configures")
     try:
-        cls = registry.load(kind.name, name, contract)
+        cls = registry.load(kind.name, name, contract, kind.apis)
     except UserError as error:
         raise UserError(f"{config.origin((*path, 'name'))}: {error}") from error.__cause__
     return _Pick(name, cls, path, {str(k): v for k, v in value.items() if k != "name"})
@@ -219,6 +231,7 @@ def _section(config: Config, name: str) -> dict[str, Any]:
 
 def _resume(config: Config) -> str:
     value = config.tree.get(RESUME)
+    value = interpolated(value, config, (RESUME,)) if isinstance(value, str) else value
     if value in (None, False, ""):
         return ""
     if not isinstance(value, str):

@@ -11,7 +11,7 @@ import importlib.machinery
 import importlib.util
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +33,29 @@ class Listing:
         return not self.problem
 
 
-def listing(kind: str) -> list[Listing]:
-    """All plugins of a kind, broken ones included, each with the reason."""
-    return [_inspect(entry) for entry in entries(kind)]
+def listing(kind: str, apis: Sequence[int] = (1,)) -> list[Listing]:
+    """All plugins of a kind, broken ones included, each with the reason; ``apis`` are the versions of its contract the core speaks."""
+    return [inspect(entry, apis) for entry in entries(kind)]
+
+
+def inspect(entry: Entry, apis: Sequence[int] = (1,)) -> Listing:
+    """One plugin. Whatever its source holds, the answer is a listing."""
+    try:
+        found = _inspect(entry)
+        if not found.problem and found.api is not None:
+            return replace(found, problem=api_problem(entry, found.api, apis))
+        return found
+    except Exception as error:
+        return Listing(entry, None, "", f"broken: its source cannot be made sense of ({type(error).__name__}: {error})")
+
+
+def api_problem(entry: Entry, api: object, apis: Sequence[int]) -> str:
+    """Why the core cannot honour a plugin written for version ``api`` of its kind's contract, or an empty string."""
+    if api in apis:
+        return ""
+    newest = max(apis)
+    remedy = "upgrade fw" if isinstance(api, int) and api > newest else f"upgrade {entry.distribution}"
+    return f"was written for api {api} of kind '{entry.kind}', this fw speaks {newest}; {remedy}"
 
 
 def _inspect(entry: Entry) -> Listing:
@@ -64,6 +84,8 @@ def _inspect(entry: Entry) -> Listing:
         summary = (ast.get_docstring(found) or "").partition("\n")[0]
         api = _literal(found, "api", 1)
         packages = _literal(found, "packages", {})
+        if not isinstance(packages, dict):
+            return Listing(entry, None, summary, "broken: 'packages' is no mapping of import names to what pip installs")
     problem = missing_packages(packages) or _import_problem(tree, entry)
     return Listing(entry, api, summary, problem)
 
@@ -107,7 +129,7 @@ def _literal(found: ast.ClassDef, name: str, default: Any) -> Any:
         if any(isinstance(t, ast.Name) and t.id == name for t in targets) and value is not None:
             try:
                 return ast.literal_eval(value)
-            except ValueError:
+            except (ValueError, TypeError):
                 return default
     return default
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+from collections.abc import Sequence
 
 from fw.errors import UserError, did_you_mean
 from fw.registry.discovery import Entry, entries
-from fw.registry.inspection import listing
+from fw.registry.inspection import api_problem, inspect
 from fw.registry.plugin import Plugin
 
 
-def load(kind: str, name: str, contract: type[Plugin]) -> type[Plugin]:
-    """Import the plugin ``name`` of ``kind``.
+def load(kind: str, name: str, contract: type[Plugin], apis: Sequence[int] = (1,)) -> type[Plugin]:
+    """Import the plugin ``name`` of ``kind``, written for one of ``apis``, the versions of the contract that the core speaks.
 
     Raises:
         UserError: no such plugin (with the list), two distributions claiming the name, a package missing, a module that fails to
@@ -26,17 +27,17 @@ def load(kind: str, name: str, contract: type[Plugin]) -> type[Plugin]:
         rivals = " and ".join(f"{e.distribution} {e.version}" for e in found)
         raise UserError(f"{kind} '{name}' is registered by {rivals}; uninstall one of them")
     entry = found[0]
-    problem = next((line.problem for line in listing(kind) if line.entry == entry and "needs" in line.problem), "")
-    if problem:
+    problem = inspect(entry, apis).problem
+    if problem.startswith("needs "):  # said before the import fails with less
         raise UserError(f"{kind} '{name}' {problem}")
-    return _check(entry, _import(entry), contract)
+    return _check(entry, _import(entry), contract, apis)
 
 
 def _import(entry: Entry) -> object:
     what = f"{entry.kind} '{entry.name}' ({entry.distribution} {entry.version})"
     try:
         module = importlib.import_module(entry.module)
-    except Exception as error:  # a plugin's module may raise anything; its name must be in the message
+    except (Exception, SystemExit) as error:  # a plugin's module may raise anything; its name must be in the message
         raise UserError(f"{what} is broken: importing {entry.module} raised {type(error).__name__}: {error}") from error
     try:
         return getattr(module, entry.attribute)
@@ -44,14 +45,12 @@ def _import(entry: Entry) -> object:
         raise UserError(f"{what} is broken: {entry.module} has no {entry.attribute}") from None
 
 
-def _check(entry: Entry, cls: object, contract: type[Plugin]) -> type[Plugin]:
+def _check(entry: Entry, cls: object, contract: type[Plugin], apis: Sequence[int]) -> type[Plugin]:
     what = f"{entry.kind} '{entry.name}' ({entry.distribution} {entry.version})"
     if not (isinstance(cls, type) and issubclass(cls, contract)):
         raise UserError(f"{what} is no {contract.__name__}: derive {entry.attribute} from {contract.__module__}.{contract.__name__}")
-    if cls.api not in contract.supported_api:
-        newest = max(contract.supported_api)
-        remedy = "upgrade fw" if cls.api > newest else f"upgrade {entry.distribution}"
-        raise UserError(f"{what} was written for api {cls.api} of kind '{entry.kind}', this fw speaks {newest}; {remedy}")
+    if problem := api_problem(entry, cls.api, apis):
+        raise UserError(f"{what} {problem}")
     if not dataclasses.is_dataclass(cls.Config):
         raise UserError(f"{what} is broken: its Config is no dataclass")
     return cls

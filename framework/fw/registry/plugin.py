@@ -38,8 +38,6 @@ class Plugin:
 
     kind: ClassVar[str]
     """Set by the kind's contract, not by the plugin."""
-    supported_api: ClassVar[tuple[int, ...]] = (1,)
-    """Set by the kind's contract: the versions of it that this core honours."""
 
     api: ClassVar[int] = 1
     """The version of the kind's contract the plugin was written for."""

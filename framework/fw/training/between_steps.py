@@ -129,6 +129,11 @@ class BetweenSteps(Callback):
             logger.log_metrics(values, step=row["step"])
 
     def _checkpoint(self, module: TrainingModule) -> None:
+        outcome = module.last
+        if outcome is not None and not outcome.skipped and not math.isfinite(float(outcome.grad_norm)):
+            raise RunError(
+                f"step {outcome.step}: gradient norm is {float(outcome.grad_norm)}; not saved, so that a resume starts before it"
+            )
         with self.throughput.paused():
             try:
                 path = self._save(module)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import csv
 import json
 import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from fw.config import format_size
+from fw.config import format_size, to_yaml
 from fw.kinds.data import Corpus
 from fw.meter.memory import peak_memory_bytes
 from fw.recipe import Recipe
@@ -68,16 +69,16 @@ def finish(recipe: Recipe, module: TrainingModule, between: BetweenSteps, device
             train_text, val_text = module.corpus.train_text(), module.corpus.val_text()
             summary["bigram_bits_per_byte"] = bits_per_byte(train_text, val_text, order=2)
             summary["fourgram_bits_per_byte"] = bits_per_byte(train_text, val_text, order=4)
-        _write(recipe, summary, text, -int(memory_least))
+        _write(recipe, summary, text, -int(memory_least), between.rows)
     return module.strategy.broadcast(summary)
 
 
-def _write(recipe: Recipe, summary: dict[str, Any], text: str, least_memory: int) -> None:
+def _write(recipe: Recipe, summary: dict[str, Any], text: str, least_memory: int, rows: Sequence[Mapping[str, Any]]) -> None:
     directory = recipe.run_dir
     (directory / run_dir.SUMMARY).write_text(json.dumps(summary, indent=1) + "\n")
     lines = _lines(recipe, summary, least_memory)
-    rows = _rows(directory)
-    page = render(f"{recipe.config.name}: {summary['steps']} steps", lines, rows, text, run_dir.to_yaml(recipe.tree))
+    rows = (_stored_rows(directory) if "csv" in recipe.names["logger"] else []) or rows
+    page = render(f"{recipe.config.name}: {summary['steps']} steps", lines, rows, text, to_yaml(recipe.tree))
     (directory / run_dir.REPORT).write_text(page)
     width = max(len(label) for label, _ in lines)
     print("\n".join(f"{label:<{width}}  {value}" for label, value in lines))
@@ -117,8 +118,8 @@ def _lines(recipe: Recipe, summary: dict[str, Any], least_memory: int) -> list[t
     return lines
 
 
-def _rows(directory: Path) -> list[dict[str, Any]]:
-    """All rows of the run, those before a resume included, where the csv logger kept them."""
+def _stored_rows(directory: Path) -> list[dict[str, Any]]:
+    """All rows of the run, those before a resume included, as the csv logger kept them."""
     file = directory / run_dir.METRICS
     if not file.is_file():
         return []

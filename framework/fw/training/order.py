@@ -35,7 +35,7 @@ class StepOrder(Sampler[list[int]]):
     def _index(self, number: int) -> int:
         epoch, position = divmod(number, self._samples)
         if epoch != self._epoch:
-            generator = torch.Generator().manual_seed((self._seed << 20) + epoch)
+            generator = torch.Generator().manual_seed((self._seed * 1_000_003 + epoch) % 2**63)
             self._epoch, self._permutation = epoch, torch.randperm(self._samples, generator=generator)
         return int(self._permutation[position])
 

@@ -80,7 +80,9 @@ def _train_rank(recipe: Recipe, world: World) -> TrainResult:
     device = _device(recipe, world)
     corpus, vocab_size = _open_data(recipe, say=_say if world.is_first else _say_nothing)
     checkpoint = _open_checkpoint(recipe, corpus)
-    torch.manual_seed(recipe.train.seed * 1_000_003 + world.rank)
+    torch.manual_seed((recipe.train.seed * 1_000_003 + world.rank) % 2**63)
+    if recipe.launch.threads is not None:
+        torch.set_num_threads(recipe.launch.threads)
     if checkpoint is not None and checkpoint.state()["step"] >= recipe.train.max_steps:
         if world.is_first:
             _say(f"{checkpoint.path} is at step {checkpoint.state()['step']}, train.max_steps is {recipe.train.max_steps}: nothing to do")
@@ -128,10 +130,11 @@ def _train_rank(recipe: Recipe, world: World) -> TrainResult:
         code, summary = stop.exit_code, {}
         if not stop.decided:
             summary = finish.finish(recipe, module, between, device)
-        elif world.is_first:
+        elif world.is_first and not between.save_failed:
             _say(_stopped(recipe, module.global_step))
-        if between.save_failed and code == EXIT_OK:
-            raise RunError(f"training finished, but its last checkpoint was not written ({between.save_failed})")
+        if between.save_failed:
+            ended = "stopped" if stop.decided else "finished"
+            raise RunError(f"training {ended}, but its last checkpoint was not written ({between.save_failed})")
     finally:
         leave()
     return TrainResult(_leave_outcome(code, world), recipe.run_dir, summary)
@@ -168,13 +171,22 @@ def _open_checkpoint(recipe: Recipe, corpus: Corpus) -> Reader | None:
         raise UserError(f"{place}: {error}") from None
     if reader.state()["data"] != corpus.fingerprint:
         raise UserError(f"{place}: {path} was trained on other data than the config gives (tokens differ); use the same data section")
-    seed = reader.state()["loader"]["seed"]
-    if seed != recipe.train.seed:
-        raise UserError(
-            f"{place}: {path} was trained with train.seed={seed}, the config says {recipe.train.seed}, which would change the order"
-            f" of the data; set train.seed={seed}"
-        )
+    for setting, (now, why) in _must_agree(recipe).items():
+        before = reader.state()["must_agree"][setting]
+        if before != now:
+            raise UserError(f"{place}: {path} was trained with {setting}={before}, the config says {now}, which would change {why}")
     return reader
+
+
+def _must_agree(recipe: Recipe) -> dict[str, tuple[Any, str]]:
+    """What a resumed run must have in common with the run it goes on with, and what would change."""
+    parameters = str(recipe.precision.policy().parameters).removeprefix("torch.")
+    return {
+        "train.seed": (recipe.train.seed, "the order of the data"),
+        "train.sequence_length": (recipe.train.sequence_length, "what the data is cut into"),
+        "optimizer": (recipe.names["optimizer"][0], "what the optimizer's state means"),
+        "parameter dtype": (parameters, "what the optimizer's state means"),
+    }
 
 
 def _save(recipe: Recipe, module: TrainingModule) -> Path:
@@ -198,7 +210,8 @@ def _save(recipe: Recipe, module: TrainingModule) -> Path:
             "tokens": module.tokens_seen,
             "scalars": stepper.scalars(),
             "data": module.corpus.fingerprint,
-            "loader": {"samples_seen": module.samples_seen, "seed": recipe.train.seed},
+            "loader": {"samples_seen": module.samples_seen},
+            "must_agree": {setting: value for setting, (value, _) in _must_agree(recipe).items()},
         },
         write_files=write_files,
     )

@@ -6,10 +6,8 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
-import yaml
-
+from fw.config import to_yaml
 from fw.errors import RunError
 from fw.recipe import Recipe
 
@@ -24,6 +22,8 @@ def make(run_dir: Path, continues: bool) -> None:
     """Create the directory; an earlier run in it is moved aside unless this one continues it."""
     try:
         if not continues and any((run_dir / trace).exists() for trace in _TRACES):
+            if run_dir.resolve() == Path.cwd():
+                raise RunError("train.run_dir: the current directory holds an earlier run; give another train.run_dir, or resume=auto")
             number = 1
             while (aside := run_dir.with_name(f"{run_dir.name}.{number}")).exists():
                 number += 1
@@ -44,14 +44,3 @@ def describe(recipe: Recipe, directory: Path) -> None:
     origins = {path: str(origin) for path, origin in recipe.origins().items()}
     (directory / "origins.json").write_text(json.dumps(origins, indent=1) + "\n")
     (directory / "plugins.json").write_text(json.dumps(recipe.plugin_versions(), indent=1) + "\n")
-
-
-def to_yaml(tree: Any) -> str:
-    """YAML in the order of the tree."""
-    return yaml.safe_dump(_plain(tree), sort_keys=False, allow_unicode=True, width=120)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _plain(inner) for key, inner in value.items()}
-    return [_plain(inner) for inner in value] if isinstance(value, list | tuple) else value

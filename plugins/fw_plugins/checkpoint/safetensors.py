@@ -55,11 +55,12 @@ class SafetensorsCheckpoint(CheckpointPlugin):
         digests: dict[str, Digest] = {}
         if rank == 0:
             try:
-                shutil.rmtree(temporary, ignore_errors=True)
+                for left_over in directory.glob("step-*.tmp"):
+                    shutil.rmtree(left_over, ignore_errors=True)
                 temporary.mkdir(parents=True)
             except OSError as error:
-                problem = f"{temporary}: {error.strerror or error}"
-        _agree(problem)
+                problem = _describe(temporary, error)
+        _agree(problem, temporary)
 
         for stem, tensors in (("model", snapshot.weights), ("optimizer", snapshot.optimizer)):
             try:
@@ -68,8 +69,8 @@ class SafetensorsCheckpoint(CheckpointPlugin):
                 if rank == 0 and len(files) > 1:
                     (temporary / f"{stem}.safetensors.index.json").write_text(json.dumps(index(files, tensors), indent=1))
             except OSError as error:
-                problem = f"{temporary}: {error.strerror or error}"
-            _agree(problem)
+                problem = _describe(temporary, error)
+            _agree(problem, temporary)
 
         rngs = _gather({f"rank{rank}.{name}": tensor for name, tensor in snapshot.rng.items()})
         all_digests = _gather(digests)
@@ -81,9 +82,9 @@ class SafetensorsCheckpoint(CheckpointPlugin):
                 known = {name: digest for part in all_digests for name, digest in part.items()}
                 commit.write_manifest(temporary, known, {"step": snapshot.step, "world_size": ranks})
                 commit.publish(temporary, final)
-            except OSError as error:
-                problem = f"{temporary}: {error.strerror or error}"
-        _agree(problem)
+            except Exception as error:  # libraries that write for us raise errors of their own kinds; the other ranks must hear of any
+                problem = _describe(temporary, error)
+        _agree(problem, temporary)
         return final
 
     def latest(self, directory: Path) -> Path | None:
@@ -230,8 +231,14 @@ def _gather(value: Any) -> list[Any]:
     return values
 
 
-def _agree(problem: str) -> None:
-    """End the save on every rank if it failed on any."""
+def _describe(path: Path, error: Exception) -> str:
+    return f"{path}: {getattr(error, 'strerror', None) or error}"
+
+
+def _agree(problem: str, temporary: Path) -> None:
+    """End the save on every rank if it failed on any, and give back the space it took."""
     problems = [p for p in _gather(problem) if p]
     if problems:
+        if _rank()[0] == 0:
+            shutil.rmtree(temporary, ignore_errors=True)
         raise RunError(f"checkpoint not written: {problems[0]}; what was there before is untouched")

@@ -73,7 +73,10 @@ class TextData(DataPlugin):
         self._directory = directory
         if (directory / "meta.json").is_file():
             return
-        root.mkdir(parents=True, exist_ok=True)
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"data.cache_dir: {root} cannot be made: {error.strerror}; give another one") from None
         with (root / f"{directory.name}.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # released when the file closes, also by a kill
             if (directory / "meta.json").is_file():

@@ -8,7 +8,7 @@ import signal
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -23,26 +23,17 @@ from fw.kinds.launcher import OUTCOME_DIR, LauncherPlugin
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
-@dataclass
-class LocalConfig:
-    """How ranks share the host."""
-
-    threads: int | None = None
-    """CPU threads per rank; empty for the host's cores ÷ ranks."""
-
-
 class LocalLauncher(LauncherPlugin):
     """torchrun's elastic agent in this process; several hosts each run the same command."""
 
     api = 1
-    Config = LocalConfig
-    config: LocalConfig
 
     def launch(self, command: Sequence[str], launch: LaunchSection) -> int:
         """Start, pass signals on, wait, and say how it ended."""
         logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # ranks tell their own errors
-        threads = self.config.threads or max(1, (os.cpu_count() or 1) // launch.devices)
-        os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+        if launch.threads is not None:
+            os.environ["OMP_NUM_THREADS"] = str(launch.threads)
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // launch.devices)))
         config = LaunchConfig(
             min_nodes=launch.nodes,
             max_nodes=launch.nodes,

@@ -33,7 +33,8 @@ class DDPConfig:
     gradient_as_bucket_view: bool = True
     """Let gradients live in the buckets, which saves a copy of all gradients."""
     static_graph: bool = False
-    """Promise that every step uses the same parameters in the same order: less bookkeeping."""
+    """Promise that every step uses the same parameters in the same order: less bookkeeping, but gradients are
+    reduced after every micro-batch."""
 
     def __post_init__(self) -> None:
         if self.bucket_mb < 1:
@@ -71,6 +72,7 @@ class _DDPStepper(TorchStepper):
         config: DDPConfig,
     ) -> None:
         super().__init__(model, policy, spec, clip_norm, replicas=mesh.size())
+        self._static_graph = config.static_graph
         self._wrapped = DistributedDataParallel(
             model,
             process_group=mesh.get_group(),
@@ -88,7 +90,8 @@ class _DDPStepper(TorchStepper):
         return self._wrapped
 
     def micro_batch(self, last: bool) -> AbstractContextManager[object]:
-        return nullcontext() if last else self._wrapped.no_sync()
+        # A static graph is learnt in the first backward, which torch does not allow to be without synchronisation.
+        return nullcontext() if last or self._static_graph else self._wrapped.no_sync()
 
 
 def _reduce_in(dtype: torch.dtype, bucket: GradBucket) -> torch.futures.Future[Tensor]:

@@ -35,5 +35,7 @@ def global_norm(grads: Sequence[Tensor]) -> Tensor:
 def _square_sum(tensors: Sequence[Tensor]) -> Tensor:
     if tensors[0].is_cuda:  # a tree of sums already, and one kernel for all
         return torch.stack(torch._foreach_norm(list(tensors), 2, torch.float32)).double().square().sum()
-    rows = [torch.linalg.vector_norm(t.reshape(-1, t.shape[-1]), dim=-1, dtype=torch.float32) for t in tensors]
-    return torch.cat(rows).double().square().sum()
+    # Where a tensor has fewer rows than there are ranks, some ranks hold none of it.
+    kept = [t.reshape(-1, t.shape[-1] if t.dim() else 1) for t in tensors if t.numel()]
+    rows = [torch.linalg.vector_norm(t, dim=-1, dtype=torch.float32) for t in kept]
+    return torch.cat(rows).double().square().sum() if rows else torch.zeros((), dtype=torch.float64)

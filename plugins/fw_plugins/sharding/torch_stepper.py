@@ -10,11 +10,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from fw.errors import RunError
 from fw.kinds.model import CausalLM
 from fw.kinds.optimizer import OptimizerSpec
 from fw.kinds.precision import LossScaling, PrecisionPolicy
 from fw.kinds.sharding import Stepper, StepResult
 from fw_plugins.sharding.norm import global_norm
+
+_LEAST_SCALE = 2.0**-20
 
 
 class LossScale:
@@ -30,6 +33,10 @@ class LossScale:
         assert self.scaling is not None
         if not finite:
             self.value, self.good_steps = self.value / 2, 0
+            if self.value < _LEAST_SCALE:
+                raise RunError(
+                    f"the gradient is not finite at a loss scale of {self.value:.1e} either: the loss itself diverges; lower optimizer.lr"
+                )
             return
         self.good_steps += 1
         if self.good_steps == self.scaling.growth_interval:
