@@ -27,6 +27,7 @@ from fw.meter.flops import peak_flops
 from fw.recipe import Recipe, World, current_world, resolve
 from fw.training import finish, run_dir
 from fw.training.between_steps import BetweenSteps
+from fw.training.host_allocator import keep_freed_memory
 from fw.training.module import TrainingModule, rng_state
 from fw.training.order import RankedBatches, StepOrder, loader
 from fw.training.progress import Progress
@@ -78,6 +79,8 @@ def _train_rank(recipe: Recipe, world: World) -> TrainResult:
     _quiet()
     _end_with_parent()
     device = _device(recipe, world)
+    if device.type == "cpu":
+        keep_freed_memory()
     corpus, vocab_size = _open_data(recipe, say=_say if world.is_first else _say_nothing)
     checkpoint = _open_checkpoint(recipe, corpus)
     torch.manual_seed((recipe.train.seed * 1_000_003 + world.rank) % 2**63)
