@@ -20,15 +20,14 @@ import torch
 from fw import config as configuration
 from fw.config import Config
 from fw.errors import EXIT_FAILED, EXIT_OK, RunError, UserError
-from fw.kinds.checkpoint import Reader, Snapshot
 from fw.kinds.data import Corpus
 from fw.kinds.launcher import OUTCOME_DIR
 from fw.meter.flops import peak_flops
 from fw.recipe import Recipe, World, current_world, resolve
-from fw.training import finish, run_dir
+from fw.training import checkpoints, finish, run_dir
 from fw.training.between_steps import BetweenSteps
 from fw.training.host_allocator import keep_freed_memory
-from fw.training.module import TrainingModule, rng_state
+from fw.training.module import TrainingModule
 from fw.training.order import RankedBatches, StepOrder, loader
 from fw.training.progress import Progress
 from fw.training.stop import StopRequest
@@ -67,7 +66,7 @@ def _launch(recipe: Recipe, files: Sequence[str], overrides: Sequence[str]) -> T
     """Start the ranks. What can be wrong is found here first, where it is said once, and the slow preparation is done once."""
     _device(recipe, World(local_size=recipe.launch.devices))
     corpus, _ = _open_data(recipe, say=_say)
-    _open_checkpoint(recipe, corpus)
+    checkpoints.find(recipe, corpus)
     command = [sys.executable, "-m", "fw", "train", *files, *overrides]
     code = recipe.launcher.launch(command, recipe.launch)
     summary_file = recipe.run_dir / run_dir.SUMMARY
@@ -82,7 +81,7 @@ def _train_rank(recipe: Recipe, world: World) -> TrainResult:
     if device.type == "cpu":
         keep_freed_memory()
     corpus, vocab_size = _open_data(recipe, say=_say if world.is_first else _say_nothing)
-    checkpoint = _open_checkpoint(recipe, corpus)
+    checkpoint = checkpoints.find(recipe, corpus)
     torch.manual_seed((recipe.train.seed * 1_000_003 + world.rank) % 2**63)
     if recipe.launch.threads is not None:
         torch.set_num_threads(recipe.launch.threads)
@@ -100,7 +99,7 @@ def _train_rank(recipe: Recipe, world: World) -> TrainResult:
     module = TrainingModule(recipe, corpus, vocab_size, checkpoint, stop)
     progress = Progress(recipe.train.max_steps, shown=world.is_first)
     compute = recipe.precision.policy().compute
-    between = BetweenSteps(recipe, progress, peak_flops(device, compute) * world.size, lambda m: _save(recipe, m))
+    between = BetweenSteps(recipe, progress, peak_flops(device, compute) * world.size, lambda m: checkpoints.save(recipe, m))
     loggers = [p.build(recipe.run_dir, recipe.config.name, start_step) for p in recipe.loggers] if world.is_first else []
     trainer = pl.Trainer(
         accelerator=device.type,
@@ -151,74 +150,6 @@ def _open_data(recipe: Recipe, say: Any) -> tuple[Corpus, int]:
         place = recipe.config.origin(("model", "vocab_size"))
         raise UserError(f"{place}: model.vocab_size {own} is smaller than the tokenizer's {needed}; raise it, or leave it out")
     return corpus, own or needed
-
-
-def _open_checkpoint(recipe: Recipe, corpus: Corpus) -> Reader | None:
-    """The checkpoint to go on from, if any; whole, and trained on the same data."""
-    if not recipe.resume:
-        return None
-    plugin = recipe.checkpoint
-    place = recipe.config.origin(("resume",))
-    if recipe.resume == "auto":
-        path = plugin.latest(recipe.run_dir / run_dir.CHECKPOINTS)
-        if path is None:
-            return None
-    else:
-        given = Path(recipe.resume)
-        path = plugin.latest(given) or plugin.latest(given / run_dir.CHECKPOINTS) or given
-    try:
-        reader = plugin.open(path)
-        if current_world().rank == 0 and OUTCOME_DIR not in os.environ:  # else the launching process has verified it
-            reader.verify()
-    except (UserError, RunError) as error:
-        raise UserError(f"{place}: {error}") from None
-    if reader.state()["data"] != corpus.fingerprint:
-        raise UserError(f"{place}: {path} was trained on other data than the config gives (tokens differ); use the same data section")
-    for setting, (now, why) in _must_agree(recipe).items():
-        before = reader.state()["must_agree"][setting]
-        if before != now:
-            raise UserError(f"{place}: {path} was trained with {setting}={before}, the config says {now}, which would change {why}")
-    return reader
-
-
-def _must_agree(recipe: Recipe) -> dict[str, tuple[Any, str]]:
-    """What a resumed run must have in common with the run it goes on with, and what would change."""
-    parameters = str(recipe.precision.policy().parameters).removeprefix("torch.")
-    return {
-        "train.seed": (recipe.train.seed, "the order of the data"),
-        "train.sequence_length": (recipe.train.sequence_length, "what the data is cut into"),
-        "optimizer": (recipe.names["optimizer"][0], "what the optimizer's state means"),
-        "parameter dtype": (parameters, "what the optimizer's state means"),
-    }
-
-
-def _save(recipe: Recipe, module: TrainingModule) -> Path:
-    stepper, model = module.assembly.stepper, module.assembly.model
-
-    def write_files(directory: Path) -> None:
-        hf = recipe.model.hf_config(module.assembly.vocab_size, recipe.train.sequence_length)
-        hf["dtype"] = str(recipe.precision.policy().parameters).removeprefix("torch.")
-        hf["bos_token_id"] = hf["eos_token_id"] = module.corpus.tokenizer.eos_id
-        (directory / "config.json").write_text(json.dumps(hf, indent=1) + "\n")
-        module.corpus.tokenizer.save(directory)
-        run_dir.describe(recipe, directory)
-
-    snapshot = Snapshot(
-        step=module.global_step,
-        weights={model.hf_name(name): parameter.detach() for name, parameter in stepper.parameters()},
-        optimizer=stepper.optimizer_tensors(),
-        rng=rng_state(module.strategy.root_device),
-        state={
-            "step": module.global_step,
-            "tokens": module.tokens_seen,
-            "scalars": stepper.scalars(),
-            "data": module.corpus.fingerprint,
-            "loader": {"samples_seen": module.samples_seen},
-            "must_agree": {setting: value for setting, (value, _) in _must_agree(recipe).items()},
-        },
-        write_files=write_files,
-    )
-    return recipe.checkpoint.save(recipe.run_dir / run_dir.CHECKPOINTS, snapshot)
 
 
 def _device(recipe: Recipe, world: World) -> torch.device:

@@ -1,0 +1,93 @@
+"""Which checkpoint a run goes on from, and what it puts into its own."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from fw.errors import RunError, UserError
+from fw.kinds.checkpoint import Reader, Snapshot
+from fw.kinds.data import Corpus
+from fw.kinds.launcher import OUTCOME_DIR
+from fw.recipe import Recipe, current_world
+from fw.training import run_dir
+from fw.training.module import TrainingModule, rng_state
+
+
+def find(recipe: Recipe, corpus: Corpus) -> Reader | None:
+    """The checkpoint to go on from, if any.
+
+    Raises:
+        UserError: it is no checkpoint, it is damaged, or going on from it would not be what it looks like.
+    """
+    if not recipe.resume:
+        return None
+    plugin = recipe.checkpoint
+    place = recipe.config.origin(("resume",))
+    if recipe.resume == "auto":
+        path = plugin.latest(recipe.run_dir / run_dir.CHECKPOINTS)
+        if path is None:
+            return None
+    else:
+        given = Path(recipe.resume)
+        path = plugin.latest(given) or plugin.latest(given / run_dir.CHECKPOINTS) or given
+    try:
+        reader = plugin.open(path)
+        if current_world().rank == 0 and OUTCOME_DIR not in os.environ:  # else the launching process has verified it
+            reader.verify()
+    except (UserError, RunError) as error:
+        raise UserError(f"{place}: {error}") from None
+    if reader.state()["data"] != corpus.fingerprint:
+        raise UserError(f"{place}: {path} was trained on other data than the config gives (tokens differ); use the same data section")
+    for setting, (now, why) in _must_agree(recipe).items():
+        before = reader.state()["must_agree"][setting]
+        if before != now:
+            raise UserError(f"{place}: {path} was trained with {setting}={before}, the config says {now}, which would change {why}")
+    return reader
+
+
+def _must_agree(recipe: Recipe) -> dict[str, tuple[Any, str]]:
+    """What a resumed run must have in common with the run it goes on with, and what would change."""
+    parameters = str(recipe.precision.policy().parameters).removeprefix("torch.")
+    return {
+        "train.seed": (recipe.train.seed, "the order of the data"),
+        "train.sequence_length": (recipe.train.sequence_length, "what the data is cut into"),
+        "optimizer": (recipe.names["optimizer"][0], "what the optimizer's state means"),
+        "parameter dtype": (parameters, "what the optimizer's state means"),
+    }
+
+
+def save(recipe: Recipe, module: TrainingModule) -> Path:
+    """Write a checkpoint of the run as it stands; collective.
+
+    Raises:
+        RunError: it could not be written; the checkpoints before it are untouched.
+    """
+    stepper, model = module.assembly.stepper, module.assembly.model
+
+    def write_files(directory: Path) -> None:
+        hf = recipe.model.hf_config(module.assembly.vocab_size, recipe.train.sequence_length)
+        hf["dtype"] = str(recipe.precision.policy().parameters).removeprefix("torch.")
+        hf["bos_token_id"] = hf["eos_token_id"] = module.corpus.tokenizer.eos_id
+        (directory / "config.json").write_text(json.dumps(hf, indent=1) + "\n")
+        module.corpus.tokenizer.save(directory)
+        run_dir.describe(recipe, directory)
+
+    snapshot = Snapshot(
+        step=module.global_step,
+        weights={model.hf_name(name): parameter.detach() for name, parameter in stepper.parameters()},
+        optimizer=stepper.optimizer_tensors(),
+        rng=rng_state(module.strategy.root_device),
+        state={
+            "step": module.global_step,
+            "tokens": module.tokens_seen,
+            "scalars": stepper.scalars(),
+            "data": module.corpus.fingerprint,
+            "loader": {"samples_seen": module.samples_seen},
+            "must_agree": {setting: value for setting, (value, _) in _must_agree(recipe).items()},
+        },
+        write_files=write_files,
+    )
+    return recipe.checkpoint.save(recipe.run_dir / run_dir.CHECKPOINTS, snapshot)
