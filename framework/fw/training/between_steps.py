@@ -15,6 +15,7 @@ from fw.errors import RunError
 from fw.meter.memory import peak_memory_bytes
 from fw.meter.throughput import Throughput
 from fw.recipe import Recipe
+from fw.training.host_allocator import give_back_freed_memory
 from fw.training.module import TrainingModule
 from fw.training.progress import Progress
 
@@ -41,6 +42,7 @@ class BetweenSteps(Callback):
         module = _module(pl_module)
         self._model_flops_per_token = module.assembly.model.flops_per_token(self._recipe.train.sequence_length)
         module.stop.listen()
+        give_back_freed_memory()  # preparing data has left gaps
         self._progress.start(module.start_step)
         self.throughput.start()
 
@@ -91,6 +93,7 @@ class BetweenSteps(Callback):
         if self._pending is not None and module.val_loss is not None:
             self._pending["val_loss"] = module.val_loss
             self._progress.say(f"step {self._pending['step']}: validation loss {module.val_loss:.4f}")
+        give_back_freed_memory()
         self.throughput.resume()
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:

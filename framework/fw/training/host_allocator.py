@@ -15,7 +15,7 @@ def keep_freed_memory() -> bool:
     """Have blocks up to 32 MiB come from the heap, and keep up to 2 GiB of free heap instead of giving it back after each step.
 
     By default glibc maps and unmaps every large tensor, and the kernel zeroes its pages anew each time: a step of the quickstart takes
-    8 % longer so (172 and 159 ms), with the same peak of resident memory. Affects tensors on the CPU only.
+    8 % longer so (172 and 159 ms). Affects tensors on the CPU only.
 
     Returns:
         whether the C library took the settings; False where it is not glibc.
@@ -27,3 +27,9 @@ def keep_freed_memory() -> bool:
     except AttributeError:
         return False
     return bool(mallopt(_M_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD)) and bool(mallopt(_M_TRIM_THRESHOLD, _LARGEST_INT))
+
+
+def give_back_freed_memory() -> None:
+    """Return what is free to the kernel, once: between phases of a run, whose tensors do not fit each other's gaps."""
+    if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
+        libc.malloc_trim(0)

@@ -78,8 +78,6 @@ def _train_rank(recipe: Recipe, world: World) -> TrainResult:
     _quiet()
     _end_with_parent()
     device = _device(recipe, world)
-    if device.type == "cpu":
-        keep_freed_memory()
     corpus, vocab_size = _open_data(recipe, say=_say if world.is_first else _say_nothing)
     checkpoint = checkpoints.find(recipe, corpus)
     torch.manual_seed((recipe.train.seed * 1_000_003 + world.rank) % 2**63)
@@ -94,6 +92,8 @@ def _train_rank(recipe: Recipe, world: World) -> TrainResult:
         run_dir.make(recipe.run_dir, continues=checkpoint is not None and _inside(checkpoint.path, recipe.run_dir))
         run_dir.describe(recipe, recipe.run_dir)
 
+    if device.type == "cpu":
+        keep_freed_memory()  # from here on: what data preparation frees is better given back
     stop = StopRequest()
     strategy = MeshStrategy(world, recipe.mesh_shape, device, recipe.launch.timeout)
     module = TrainingModule(recipe, corpus, vocab_size, checkpoint, stop)
