@@ -106,11 +106,19 @@ def environment() -> dict[str, str]:
     return {**kept, "PYTHONUNBUFFERED": "1"}
 
 
+def start(*words: str, **more: Any) -> subprocess.Popen[str]:
+    """Start `fw` in a process of its own; ``more`` goes to :class:`subprocess.Popen`."""
+    return subprocess.Popen([sys.executable, "-m", "fw", *words], text=True, **{"env": environment(), **more})
+
+
 def fw(*words: str, timeout: float = 300, **more: Any) -> Finished:
-    """Run `fw` in a process of its own; ``more`` goes to :class:`subprocess.Popen`."""
-    command = [sys.executable, "-m", "fw", *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment(), **more)
-    return Finished(done.returncode, done.stdout, done.stderr)
+    """Run `fw` to its end."""
+    process = start(*words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **more)
+    try:
+        out, err = process.communicate(timeout=timeout)
+    finally:
+        process.kill()
+    return Finished(process.returncode, out, err)
 
 
 @pytest.fixture(name="fw")

@@ -45,7 +45,7 @@ def test_is_one_sentence_and_exit_code_2(workspace, capsys, words, message):
 
 def test_two_ranks_say_it_once(workspace):
     done = fw("train", "tiny.yaml", "sharding=ddp", "launch.devices=2", "train.run_dir=corpus.txt/run")
-    assert done.code == 1 and done.err.count("corpus.txt/run cannot be used") == 1
+    assert done.code == 2 and done.err.count("corpus.txt/run cannot be used") == 1
     done = fw("train", "tiny.yaml", "sharding=ddp", "launch.devices=2", "resume=nowhere")
     assert done.code == 2 and done.err.count("nowhere is no checkpoint") == 1
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from conftest import column, environment, fw, metrics
+from conftest import column, environment, fw, metrics, start
 
 SHARDINGS = {"ddp": ("sharding=ddp", "launch.devices=2"), "fsdp": ("sharding=fsdp", "launch.devices=2")}
 TOLERANCE = {"fp32": 1e-5, "bf16": 2e-2, "bf16_true": 2e-2}
@@ -73,19 +73,8 @@ def test_srun_variables_start_the_same_run(workspace, reference):
         "SLURM_STEP_NUM_NODES": "1",
         "SLURM_STEP_NODELIST": "localhost",
     }
-    tasks = [
-        subprocess.Popen(
-            [sys.executable, "-m", "fw", "train", "tiny.yaml", "sharding=ddp"],
-            env={
-                **environment(),
-                **slurm,
-                "SLURM_JOB_ID": "4242",
-                "SLURM_PROCID": str(rank),
-                "SLURM_LOCALID": str(rank),
-            },
-        )
-        for rank in range(2)
-    ]
+    ids = [{"SLURM_JOB_ID": "4242", "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in range(2)]
+    tasks = [start("train", "tiny.yaml", "sharding=ddp", env={**environment(), **slurm, **task}) for task in ids]
     assert [task.wait(timeout=300) for task in tasks] == [0, 0]
     assert_close("run", reference(workspace, "fp32"), 1e-5)
 
@@ -97,17 +86,8 @@ def test_two_hosts_meet_at_the_rendezvous(workspace, reference):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [
-        sys.executable,
-        "-m",
-        "fw",
-        "train",
-        "tiny.yaml",
-        "sharding=ddp",
-        "launch.nodes=2",
-        f"launch.rendezvous=127.0.0.1:{port}",
-    ]
-    hosts = [subprocess.Popen(command, env=environment()) for _ in range(2)]
+    words = ("train", "tiny.yaml", "sharding=ddp", "launch.nodes=2", f"launch.rendezvous=127.0.0.1:{port}")
+    hosts = [start(*words) for _ in range(2)]
     assert [host.wait(timeout=300) for host in hosts] == [0, 0]
     assert_close("run", reference(workspace, "fp32"), 1e-5)
 

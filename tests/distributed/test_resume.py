@@ -8,7 +8,6 @@ import resource
 import shutil
 import signal
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from conftest import column, environment, fw, metrics
+from conftest import column, fw, metrics, start
 
 ONE = ()
 TWO = ("sharding=fsdp", "launch.devices=2")
@@ -95,17 +94,8 @@ def test_auto_starts_afresh_where_there_is_nothing_and_keeps_what_there_is(works
 
 def started(*words: str, **more: Any) -> subprocess.Popen[str]:
     """A run that has done its first step."""
-    command = [
-        sys.executable,
-        "-m",
-        "fw",
-        "train",
-        "tiny.yaml",
-        "train.max_steps=100000",
-        "train.save_every=100000",
-        *words,
-    ]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, env=environment(), **more)
+    endless = ("train", "tiny.yaml", "train.max_steps=100000", "train.save_every=100000")
+    process = start(*endless, *words, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, **more)
     assert process.stderr is not None
     for line in process.stderr:
         if line.startswith("step "):

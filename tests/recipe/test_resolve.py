@@ -125,7 +125,9 @@ def test_a_typo_in_a_file_is_reported_with_its_line(workspace):
 
 def test_a_section_that_must_be_there(workspace):
     Path("nothing.yaml").write_text("train: {max_steps: 1}\n")
-    with pytest.raises(UserError, match=r"no 'model' section; add one, like 'model: NAME' \(there are: .*llama"):
+    with pytest.raises(
+        UserError, match=r"no 'model' section, which decides architecture and size; add one, like 'model: NAME' \(there are: .*llama"
+    ):
         resolve(load("nothing.yaml"))
 
 

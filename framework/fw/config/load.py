@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path as FilePath
 from typing import Any
 
@@ -29,7 +29,6 @@ class Config:
     origins: Mapping[Path, Origin]
     files: tuple[str, ...] = ()
     overrides: tuple[str, ...] = ()
-    text: str = field(default="", repr=False)
 
     def origin(self, path: Path) -> Origin:
         """The origin of ``path``, or of the nearest section around it, or of the first value inside it, or :data:`DEFAULT`."""
@@ -51,10 +50,10 @@ def load(file: str | FilePath, overrides: Sequence[str] = ()) -> Config:
     """
     path = FilePath(file)
     layers = _Layers()
-    text = layers.add_file(path, ())
+    layers.add_file(path, ())
     for item in overrides:
         layers.add_override(item)
-    return Config(path.stem, layers.tree, layers.origins, tuple(layers.files), tuple(overrides), text)
+    return Config(path.stem, layers.tree, layers.origins, tuple(layers.files), tuple(overrides))
 
 
 class _Layers:
@@ -63,13 +62,13 @@ class _Layers:
         self.origins: dict[Path, Origin] = {}
         self.files: list[str] = []
 
-    def add_file(self, file: FilePath, opened: tuple[FilePath, ...]) -> str:
-        """Add what ``file`` extends, then the file; returns its text."""
+    def add_file(self, file: FilePath, opened: tuple[FilePath, ...]) -> None:
+        """Add what ``file`` extends, then the file."""
         real = file.resolve()
         if real in opened:
             chain = " → ".join(p.name for p in (*opened[opened.index(real) :], real))
             raise UserError(f"{file}: 'extends' goes in a circle: {chain}")
-        tree, origins, text = yaml_source.read_file(file)
+        tree, origins = yaml_source.read_file(file)
         bases = tree.pop("extends", None) or []
         bases = bases if isinstance(bases, list) else [bases]
         for base in bases:
@@ -82,7 +81,6 @@ class _Layers:
         self.files.append(str(file))
         for section, value in tree.items():
             self._merge(section, value, {p: o for p, o in origins.items() if p[0] == section})
-        return text
 
     def add_override(self, text: str) -> None:
         key, equals, value_text = text.partition("=")

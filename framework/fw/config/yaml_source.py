@@ -47,11 +47,11 @@ def _integer(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
 _CoreLoader.add_constructor("tag:yaml.org,2002:int", _integer)
 
 
-def read_file(file: FilePath) -> tuple[dict[str, Any], dict[Path, Origin], str]:
+def read_file(file: FilePath) -> tuple[dict[str, Any], dict[Path, Origin]]:
     """Parse one file.
 
     Returns:
-        the tree, the origin of every key in it, and the text as it stands in the file.
+        the tree and the origin of every key in it.
 
     Raises:
         UserError: missing or unreadable file, malformed YAML, a duplicate key, or a top level that is no mapping.
@@ -62,8 +62,7 @@ def read_file(file: FilePath) -> tuple[dict[str, Any], dict[Path, Origin], str]:
         raise UserError(f"{file}: no such file") from None
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{file}: cannot be read: {error}") from None
-    tree, origins = parse(text, str(file))
-    return tree, origins, text
+    return parse(text, str(file))
 
 
 def parse(text: str, source: str) -> tuple[dict[str, Any], dict[Path, Origin]]:

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path as FilePath
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -41,8 +41,6 @@ from fw.registry import Plugin
 
 SECTIONS: dict[str, type] = {"train": TrainSection, "launch": LaunchSection, "memory": MemorySection}
 RESUME = "resume"
-
-P = TypeVar("P", bound=Plugin)
 
 
 @dataclass(frozen=True)
@@ -198,7 +196,10 @@ def _choose(kind: Kind, config: Config) -> list[_Pick]:
     if kind.name not in config.tree:
         if kind.default is None:
             known = ", ".join(e.name for e in registry.entries(kind.name))
-            raise UserError(f"{config.name}: no '{kind.name}' section; add one, like '{kind.name}: NAME' (there are: {known})")
+            raise UserError(
+                f"{config.name}: no '{kind.name}' section, which decides {kind.decides};"
+                f" add one, like '{kind.name}: NAME' (there are: {known})"
+            )
         value = kind.default
     return [_pick(kind, contract, value, (kind.name,), config)]
 

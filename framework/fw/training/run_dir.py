@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from fw.config import to_yaml
-from fw.errors import RunError
+from fw.errors import UserError
 from fw.recipe import Recipe
 
 METRICS = "metrics.csv"
@@ -19,11 +19,15 @@ _TRACES = ("config.resolved.yaml", METRICS, CHECKPOINTS)
 
 
 def make(run_dir: Path, continues: bool) -> None:
-    """Create the directory; an earlier run in it is moved aside unless this one continues it."""
+    """Create the directory; an earlier run in it is moved aside unless this one continues it.
+
+    Raises:
+        UserError: the directory cannot be made or written.
+    """
     try:
         if not continues and any((run_dir / trace).exists() for trace in _TRACES):
             if run_dir.resolve() == Path.cwd():
-                raise RunError("train.run_dir: the current directory holds an earlier run; give another train.run_dir, or resume=auto")
+                raise UserError("train.run_dir: the current directory holds an earlier run; give another train.run_dir, or resume=auto")
             number = 1
             while (aside := run_dir.with_name(f"{run_dir.name}.{number}")).exists():
                 number += 1
@@ -31,7 +35,7 @@ def make(run_dir: Path, continues: bool) -> None:
             print(f"fw: {run_dir} held an earlier run, which is now {aside}", file=sys.stderr)
         run_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise RunError(f"train.run_dir: {run_dir} cannot be used: {error.strerror}; give another train.run_dir") from None
+        raise UserError(f"train.run_dir: {run_dir} cannot be used: {error.strerror}; give another train.run_dir") from None
 
 
 def describe(recipe: Recipe, directory: Path) -> None:

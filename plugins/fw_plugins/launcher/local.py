@@ -17,7 +17,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from fw.config import LaunchSection
-from fw.errors import EXIT_FAILED, EXIT_OK
+from fw.errors import EXIT_FAILED, EXIT_OK, EXIT_USER
 from fw.kinds.launcher import OUTCOME_DIR, LauncherPlugin
 
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -51,7 +51,7 @@ class LocalLauncher(LauncherPlugin):
                 elastic_launch(config, command[0])(*command[1:])
             except ChildFailedError as error:
                 codes = [failure.exitcode for failure in error.failures.values()]
-                return min((code for code in codes if code > 0), default=EXIT_FAILED)
+                return EXIT_USER if EXIT_USER in codes else EXIT_FAILED
             codes = [int(path.read_text()) for path in Path(outcomes).iterdir()]
             return max(codes, default=EXIT_OK)
 
