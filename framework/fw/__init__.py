@@ -1,24 +1,32 @@
 """fw: train, fine-tune and serve large language models inside a memory budget.
 
-Nothing heavy is imported here, so that ``fw --help`` answers at once; :func:`train` brings in torch when it is called.
+Nothing heavy is imported here, so that ``fw --help`` answers at once; what is asked of it brings in torch then.
 """
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from fw.errors import FwError, RunError, UserError
 
 if TYPE_CHECKING:
+    from fw.pretrained import load_model, save_model
+    from fw.tokenizer import load_tokenizer
     from fw.training.run import train
 
 __version__ = "0.1.0"
-__all__ = ["FwError", "RunError", "UserError", "__version__", "train"]
+__all__ = ["FwError", "RunError", "UserError", "__version__", "load_model", "load_tokenizer", "save_model", "train"]
+
+_FROM = {
+    "load_model": "fw.pretrained",
+    "load_tokenizer": "fw.tokenizer",
+    "save_model": "fw.pretrained",
+    "train": "fw.training.run",
+}
 
 
 def __getattr__(name: str) -> Any:
-    if name == "train":
-        from fw.training.run import train
-
-        return train
+    if name in _FROM:
+        return getattr(importlib.import_module(_FROM[name]), name)
     raise AttributeError(f"module 'fw' has no attribute {name!r}")

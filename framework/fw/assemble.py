@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from fw.checkpointing.placement import initialise
+from fw.checkpointing.tensor_files import TensorFiles, load_weights
 from fw.kinds.checkpoint import Reader
 from fw.kinds.model import CausalLM
 from fw.kinds.sharding import Stepper
@@ -32,27 +34,34 @@ def assemble(recipe: Recipe, vocab_size: int, mesh: DeviceMesh | None, device: t
         checkpoint: where weights and optimizer state come from; initial values where None.
 
     Raises:
-        RunError: the checkpoint does not fit the model.
+        UserError: the checkpoint, or the directory training begins from, does not fit the model.
     """
     policy = recipe.precision.policy()
     with torch.device("meta"):
-        model = recipe.model.build(vocab_size, recipe.attention).to(policy.parameters)
+        model = recipe.model.build(vocab_size, recipe.train.sequence_length, recipe.attention).to(policy.parameters)
     if recipe.train.compile:
         for block in model.blocks:
             block.compile()
     recipe.sharding.shard(model, mesh, policy)
-    model.to_empty(device=device)
-    fill(model, recipe.train.seed, checkpoint)
+    model.materialise(device)
+    fill(model, recipe.train.seed, checkpoint, recipe.model.weights)
     stepper = recipe.sharding.stepper(model, mesh, policy, recipe.optimizer.spec(device), recipe.train.gradient_clip_norm)
     if checkpoint is not None:
         stepper.load_optimizer_tensors(checkpoint.optimizer(dict(stepper.parameters())))
     return Assembly(model, stepper, vocab_size)
 
 
-def fill(model: CausalLM, seed: int, checkpoint: Reader | None) -> None:
-    """Give every parameter its value on this rank, read by the slice or drawn by the slice."""
+def fill(model: CausalLM, seed: int, checkpoint: Reader | None, weights: Path | None) -> None:
+    """Give every parameter its value on this rank, read by the slice or drawn by the slice.
+
+    Args:
+        checkpoint: of a run to go on with; goes before ``weights``.
+        weights: model directory to begin from; None for initial values.
+    """
     if checkpoint is not None:
-        checkpoint.weights({model.hf_name(name): parameter.data for name, parameter in model.named_parameters()})
-        return
-    for name, parameter in model.named_parameters():
-        initialise(parameter.data, name, model.init(name), seed)
+        checkpoint.weights(model)
+    elif weights is not None:
+        load_weights(TensorFiles(weights), model)
+    else:
+        for name, tensor in model.stored().items():
+            initialise(tensor.data, name, model.init(name), seed)

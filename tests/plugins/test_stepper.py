@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 
 
 def model() -> Llama:
-    made = Llama(LlamaConfig(32, 2, 4, 2, intermediate_size=48), 50, SDPAttention(None))
+    made = Llama(LlamaConfig(32, 2, 4, 2, intermediate_size=48), 50, 64, SDPAttention(None))
     for name, parameter in made.named_parameters():
         initialise(parameter.data, name, made.init(name), seed=0)
     return made

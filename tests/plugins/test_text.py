@@ -9,14 +9,15 @@ import numpy as np
 import pytest
 import torch
 from omegaconf import OmegaConf
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, processors
 
 from conftest import corpus_text
 from fw.config import Config, fill
 from fw.errors import UserError
+from fw.tokenizer import load_tokenizer
 from fw_plugins.data.sources import cut, find_files, from_files, from_python
 from fw_plugins.data.text import TextConfig, TextData
-from fw_plugins.data.tokenizer import JsonTokenizer, byte_tokenizer, train_bpe
+from fw_plugins.data.tokenizer import byte_tokenizer, train_bpe
 
 AWKWARD = [
     "",
@@ -42,8 +43,8 @@ def make(tmp_path: Path, cache: Path, **options) -> TextData:
 @pytest.mark.parametrize("text", AWKWARD)
 @pytest.mark.parametrize("kind", ["byte", "bpe"])
 def test_tokenizers_lose_nothing_and_never_make_the_end_of_text(kind, text):
-    tokenizer = JsonTokenizer(byte_tokenizer() if kind == "byte" else train_bpe([corpus_text()], 400))
-    ids = tokenizer.encode(text)
+    tokenizer = byte_tokenizer() if kind == "byte" else train_bpe([corpus_text()], 400)
+    ids = tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
     assert tokenizer.decode(ids) == text
     assert tokenizer.eos_id not in ids and all(0 <= i < tokenizer.vocab_size for i in ids)
     if kind == "byte":
@@ -54,12 +55,12 @@ def test_tokenizers_lose_nothing_and_never_make_the_end_of_text(kind, text):
 def test_transformers_reads_the_saved_tokenizer(kind, tmp_path):
     from transformers import AutoTokenizer
 
-    tokenizer = JsonTokenizer(byte_tokenizer() if kind == "byte" else train_bpe([corpus_text()], 400))
+    tokenizer = byte_tokenizer() if kind == "byte" else train_bpe([corpus_text()], 400)
     tokenizer.save(tmp_path)
     theirs = AutoTokenizer.from_pretrained(tmp_path)
     for text in AWKWARD:
-        if "<|" not in text:  # transformers takes the marker's spelling for the marker
-            assert theirs(text, add_special_tokens=False)["input_ids"] == tokenizer.encode(text)
+        assert theirs(text)["input_ids"] == tokenizer.encode(text)
+        assert theirs(text, split_special_tokens=True)["input_ids"] == tokenizer.encode(text, split_special_tokens=True)
     assert theirs.eos_token_id == tokenizer.eos_id and len(theirs) == tokenizer.vocab_size
 
 
@@ -165,3 +166,78 @@ def test_one_file_may_be_given_without_a_list(tmp_path):
 def test_a_small_file_still_splits(tmp_path):
     (tmp_path / "small.txt").write_text(corpus_text(60))
     assert len(list(from_files([tmp_path / "small.txt"]))) > 10
+
+
+def given(directory: Path, eos: str | None = "</s>") -> Path:
+    """A model's directory: a tokenizer that puts a token before each text, and says how a text ends."""
+    backend = Tokenizer.from_str(train_bpe([corpus_text(50)], 300)._backend.to_str())
+    backend.add_special_tokens(["<s>", "</s>"])
+    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", backend.token_to_id("<s>"))])
+    directory.mkdir()
+    backend.save(str(directory / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", **({"eos_token": eos} if eos else {})}
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+    return directory
+
+
+def test_a_models_own_tokenizer(tmp_path, cache):
+    model = given(tmp_path / "model")
+    for i in range(8):
+        (tmp_path / f"doc{i}.txt").write_text(f"<s>document {i}</s> {corpus_text(1 + i % 4)}")
+    corpus = make(tmp_path, cache, files=[str(tmp_path / "doc*.txt")], tokenizer=str(model)).open(16)
+    ids = [i for k in range(len(corpus.val)) for i in corpus.val[k]["labels"].tolist() if i != -100]
+    assert corpus.tokenizer.eos_id == 301 and ids.count(301) == len(corpus.val_text()) and 300 not in ids
+    texts = {file.read_text() for file in tmp_path.glob("doc*.txt")}
+    assert set(corpus.train_text()) | set(corpus.val_text()) == texts
+    corpus.tokenizer.save(tmp_path / "out")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (tmp_path / "out" / name).read_bytes() == (model / name).read_bytes()
+
+
+def test_the_cache_depends_on_the_tokenizers_content_not_on_its_place(tmp_path, cache):
+    first = make(tmp_path, cache, tokenizer=str(given(tmp_path / "a")))
+    said: list[str] = []
+    moved = TextData(TextConfig(**{**first.config.__dict__, "tokenizer": str((tmp_path / "a").rename(tmp_path / "b"))}))
+    moved.prepare(said.append)
+    assert not said
+    config = json.loads((tmp_path / "b" / "tokenizer_config.json").read_text())
+    (tmp_path / "b" / "tokenizer_config.json").write_text(json.dumps({**config, "eos_token": "<s>"}))
+    moved.prepare(said.append)
+    assert said and moved.open(16).tokenizer.eos_id == 300
+    assert moved.open(16).fingerprint != first.open(16).fingerprint
+
+
+def test_unusable_tokenizers_are_refused(tmp_path, cache):
+    with pytest.raises(UserError, match=r"data.tokenizer: 'bpee' is neither bpe nor byte nor a directory .*; did you mean 'bpe'\?"):
+        TextConfig(files=["a.txt"], tokenizer="bpee")
+    with pytest.raises(UserError, match=r"there is no tokenizer.json; copy"):
+        make(tmp_path, cache, tokenizer=str(tmp_path))
+    with pytest.raises(UserError, match=r"endless has no end-of-text token, .*; name one as eos_token in its tokenizer_config.json"):
+        make(tmp_path, cache, tokenizer=str(given(tmp_path / "endless", eos=None)))
+
+
+def test_documents_are_told_apart_where_that_is_asked_for(tmp_path, cache):
+    for i in range(12):
+        (tmp_path / f"doc{i:02}.txt").write_text("xyz"[i % 3] * (3 + i) + str(i))
+    options = {"files": [str(tmp_path / "doc*.txt")], "tokenizer": "byte", "val_fraction": 0.3}
+    plain, isolated = (make(tmp_path, cache, isolate_documents=choice, **options) for choice in (False, True))
+    assert plain._directory == isolated._directory  # the ids are the same
+    plain_corpus, corpus = plain.open(11), isolated.open(11)
+    assert plain_corpus.fingerprint != corpus.fingerprint
+    eos = corpus.tokenizer.eos_id
+    several = 0
+    for theirs, ours in ((plain_corpus.train, corpus.train), (plain_corpus.val, corpus.val)):
+        assert len(theirs) == len(ours)
+        for k in range(len(ours)):
+            sample = ours[k]
+            assert theirs[k].keys() == {"input_ids", "labels"}
+            assert all(sample[name].equal(theirs[k][name]) for name in theirs[k])
+            number, expected = 0, []
+            padding = (sample["labels"] == -100).tolist()
+            for position, index in enumerate(sample["input_ids"].tolist()):
+                number += index == eos or position == 0
+                expected.append(0 if padding[position] else number)
+            assert sample["segments"].tolist() == expected and sample["segments"].dtype == torch.int64
+            several += max(expected) > 1
+    assert several > 3 and 0 in corpus.val[len(corpus.val) - 1]["segments"]
+    assert load_tokenizer(isolated._directory).eos_id == eos

@@ -65,7 +65,7 @@ def test_interpolation_reaches_defaults_and_the_environment(recipe, monkeypatch)
         ("7=5", r"override 7=5: unknown section '7'"),
         ("train=5", r"'train' is a section of options, not 5"),
         ("model=7", r"write 'model: NAME' or .* not 7"),
-        ("data.tokenizer=word", r"data.tokenizer: invalid value 'word', expected one of \['bpe', 'byte'\]"),
+        ("data.tokenizer=word", r"data.tokenizer: 'word' is neither bpe nor byte nor a directory"),
         ("train.seed=${nowhere}", r"train.seed: .*nowhere.*not found"),
         ("memory.budget=lots", r"'lots' is not a size"),
         ("logger=[csv,csv]", r"logger names one plugin twice"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import re
 from pathlib import Path
 
@@ -105,12 +106,14 @@ def test_the_stored_config_repeats_the_run(workspace):
 def test_the_python_api_may_be_called_twice_in_a_process(workspace):
     import fw as package
 
+    before = dict(os.environ)
     first = package.train("tiny.yaml", "train.max_steps=3", "train.run_dir=a")
     second = package.train("tiny.yaml", "train.max_steps=3", "train.run_dir=b")
     assert first.exit_code == second.exit_code == 0 and first.summary["steps"] == 3
     assert first.summary["train_loss"] == second.summary["train_loss"]
     both = package.train("tiny.yaml", "train.max_steps=3", "train.run_dir=c", "sharding=ddp", "launch.devices=2")
     assert both.summary["train_loss"] == pytest.approx(first.summary["train_loss"], rel=1e-5)
+    assert dict(os.environ) == before
 
 
 def test_the_default_run_directory_has_the_configs_name(workspace):

@@ -7,16 +7,29 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-_DTYPES = {
+
+class Sized(Protocol):
+    """What is announced of a tensor: shape and dtype."""
+
+    @property
+    def shape(self) -> Sequence[int]: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+
+DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
@@ -40,21 +53,21 @@ class Digest:
     sha256: str
 
 
-def size_bytes(tensor: Tensor) -> int:
+def size_bytes(tensor: Sized) -> int:
     """Bytes of the whole tensor, also where only a shard is here."""
-    return tensor.numel() * tensor.element_size()
+    return math.prod(tensor.shape) * tensor.dtype.itemsize
 
 
 class SafetensorsWriter:
     """Writes the announced tensors in the announced order."""
 
-    def __init__(self, path: Path, tensors: Mapping[str, Tensor]) -> None:
+    def __init__(self, path: Path, tensors: Mapping[str, Sized]) -> None:
         """``tensors`` announces names, shapes and dtypes; the values are given to :meth:`write`."""
         header: dict[str, object] = {"__metadata__": {"format": "pt"}}
         offset = 0
         for name, tensor in tensors.items():
             end = offset + size_bytes(tensor)
-            header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, end]}
+            header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, end]}
             offset = end
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
@@ -85,7 +98,7 @@ class SafetensorsWriter:
             self._file.close()
 
 
-def split(tensors: Mapping[str, Tensor], stem: str, max_bytes: int) -> dict[str, list[str]]:
+def split(tensors: Mapping[str, Sized], stem: str, max_bytes: int) -> dict[str, list[str]]:
     """File names and the tensors in each, in order, none above ``max_bytes`` unless a single tensor is.
 
     One file is ``<stem>.safetensors``; several are ``<stem>-00001-of-0000N.safetensors``, as Hugging Face names them.
@@ -104,7 +117,7 @@ def split(tensors: Mapping[str, Tensor], stem: str, max_bytes: int) -> dict[str,
     return {f"{stem}-{i:05d}-of-{len(groups):05d}.safetensors": group for i, group in enumerate(groups, start=1)}
 
 
-def index(files: Mapping[str, Sequence[str]], tensors: Mapping[str, Tensor]) -> dict[str, object]:
+def index(files: Mapping[str, Sequence[str]], tensors: Mapping[str, Sized]) -> dict[str, object]:
     """What goes into ``<stem>.safetensors.index.json``."""
     return {
         "metadata": {"total_size": sum(size_bytes(t) for t in tensors.values())},

@@ -19,6 +19,8 @@ VERBS = {
     "train": "train what a config describes",
     "config": "print a config as it resolves, and where each value comes from",
     "plugins": "list and describe plugins",
+    "models": "list models: parameters, bytes, keys and values per token",
+    "checkpoint": "inspect and export checkpoints and model directories",
 }
 
 _DEBUG = "FW_DEBUG"

@@ -6,6 +6,7 @@ import ast
 import dataclasses
 import inspect
 import math
+import re
 import textwrap
 import types
 import typing
@@ -55,17 +56,28 @@ def fill(cls: type[T], config: Config, path: Path, values: Mapping[str, Any], re
 
 def _place(config: Config, path: Path, message: str) -> str:
     """The origin of the option a message names, else of its section."""
-    for known in sorted((p for p in config.origins if p[: len(path)] == path), key=len, reverse=True):
-        if known != path and (".".join(known) in message or f"{known[-1]}" in message.split()):
-            return str(config.origins[known])
+    inside = sorted((p for p in config.origins if p[: len(path)] == path and p != path), key=len, reverse=True)
+    named = [p for p in inside if ".".join(p) in message] or [p for p in inside if p[-1] in message.split()]
+    if named:
+        return str(config.origins[named[0]])
     return str(config.origin(path))
 
 
 def _assign(node: DictConfig, cls: type, key: str, value: Any, config: Config, path: Path) -> None:
     place = f"{config.origin(path)}: {'.'.join(path)}"
     hint = typing.get_type_hints(cls)[key]
+    nested = _nested(hint)
+    if nested is not None and isinstance(value, Mapping):
+        before = node[key]
+        if before is None or any(name in value and value[name] != before[name] for name in variant_fields(nested)):
+            OmegaConf.update(node, key, OmegaConf.structured(nested), merge=False)
+        for inner, inner_value in value.items():
+            _assign(node[key], nested, str(inner), inner_value, config, (*path, str(inner)))
+        return
     value = _as_written(value, hint, config, path)
     wrong = UserError(f"{place}: {value!r} is not of type {_type_name(hint)}")
+    if nested is not None and value is not None and not (isinstance(value, str) and "${" in value):
+        raise wrong
     kinds = _without_none(hint)
     if kinds == (bool,) and isinstance(value, int | float) and not isinstance(value, bool):
         raise wrong
@@ -102,8 +114,21 @@ def _without_none(hint: Any) -> tuple[Any, ...]:
     return (hint,)
 
 
+def _nested(hint: Any) -> type | None:
+    """The dataclass that a hint asks for, optional or not."""
+    kinds = _without_none(hint)
+    return kinds[0] if len(kinds) == 1 and isinstance(kinds[0], type) and dataclasses.is_dataclass(kinds[0]) else None
+
+
+def variant_fields(cls: type) -> list[str]:
+    """Fields whose value says what the others mean (``metadata={"variant": True}``): a layer that gives another one starts afresh."""
+    return [f.name for f in dataclasses.fields(cls) if f.metadata.get("variant")]
+
+
 def _type_name(hint: Any) -> str:
-    return hint.__name__ if isinstance(hint, type) and not typing.get_args(hint) else str(hint).replace("typing.", "")
+    if isinstance(hint, type) and not typing.get_args(hint):
+        return hint.__name__
+    return re.sub(r"\b(?:\w+\.)+(\w+)", r"\1", str(hint))
 
 
 def check_interpolations(config: Config) -> None:
@@ -153,9 +178,9 @@ def _check_keys(cls: type, config: Config, path: Path, values: Mapping[str, Any]
                 f"{config.origin((*path, key))}: unknown key '{key}' in '{where}'{did_you_mean(key, names)}"
                 f" (it has: {', '.join(names) or 'no options'})"
             )
-        hint = hints[key]
-        if dataclasses.is_dataclass(hint) and isinstance(hint, type) and isinstance(value, Mapping):
-            _check_keys(hint, config, (*path, key), value)
+        nested = _nested(hints[key])
+        if nested is not None and isinstance(value, Mapping):
+            _check_keys(nested, config, (*path, key), value)
 
 
 def _first_line(error: Exception) -> str:
@@ -183,14 +208,22 @@ def options_of(cls: type) -> tuple[Option, ...]:
     found = []
     for field in dataclasses.fields(cls):
         if field.default is not dataclasses.MISSING:
-            default = repr(field.default)
+            default = _shown(field.default)
         elif field.default_factory is not dataclasses.MISSING:
-            default = repr(field.default_factory())
+            default = _shown(field.default_factory())
         else:
             default = "(required)"
         hint = hints[field.name]
         found.append(Option(field.name, _type_name(hint), default, docs.get(field.name, "")))
     return tuple(found)
+
+
+def _shown(value: Any) -> str:
+    """A default as it would be written; of a nested section, what differs from its own defaults."""
+    if not dataclasses.is_dataclass(value) or isinstance(value, type):
+        return repr(value)
+    given = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+    return repr({f.name: given[f.name] for f in dataclasses.fields(value) if given[f.name] != f.default or f.metadata.get("variant")})
 
 
 def _field_docs(cls: type) -> dict[str, str]:

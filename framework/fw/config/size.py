@@ -30,6 +30,6 @@ def format_size(size_bytes: float) -> str:
     """``1.5 GiB``: three significant digits in binary units."""
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if abs(size_bytes) < 1024 or unit == "TiB":
-            return f"{size_bytes:.0f} {unit}" if unit == "B" else f"{size_bytes:.3g} {unit}"
+            return f"{size_bytes:.0f} {unit}" if unit == "B" or abs(size_bytes) >= 999.5 else f"{size_bytes:.3g} {unit}"
         size_bytes /= 1024
     raise AssertionError("unreachable")

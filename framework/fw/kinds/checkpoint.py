@@ -8,9 +8,49 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
+from fw.kinds.model import CausalLM
 from fw.registry import Plugin
+
+
+@dataclass(frozen=True)
+class Part:
+    """A tensor of a file, where it is kept: a parameter, or a slice of one, as :class:`fw.kinds.model.HFTensor` says.
+
+    Attributes:
+        tensor: the parameter; a DTensor where it is sharded.
+        index: the slice of its first dimension; None for the whole.
+        transposed: whether the file holds it transposed.
+    """
+
+    tensor: Tensor
+    index: int | None = None
+    transposed: bool = False
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """In the file."""
+        shape = tuple(self.tensor.shape if self.index is None else self.tensor.shape[1:])
+        return shape[::-1] if self.transposed else shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """In the file."""
+        return self.tensor.dtype
+
+    def of(self, whole: Tensor) -> Tensor:
+        """This part of the parameter, given all of it; laid out as in the file."""
+        part = whole if self.index is None else whole[self.index]
+        return part.t() if self.transposed else part
+
+
+def parts(model: CausalLM, tensors: Mapping[str, Tensor]) -> dict[str, Part]:
+    """Tensors by the model's names, as a Hugging Face file names and holds them."""
+    return {
+        stored.name: Part(tensor, stored.index, stored.transposed) for name, tensor in tensors.items() for stored in model.hf_tensors(name)
+    }
 
 
 @dataclass(frozen=True)
@@ -19,7 +59,7 @@ class Snapshot:
 
     Attributes:
         step: optimizer steps done.
-        weights: by Hugging Face name; DTensors where sharded.
+        weights: by Hugging Face name.
         optimizer: by ``<parameter>/<key>``.
         rng: generator states of this rank, uint8, by name.
         state: everything else a resume needs, as JSON; equal on every rank.
@@ -27,7 +67,7 @@ class Snapshot:
     """
 
     step: int
-    weights: Mapping[str, Tensor]
+    weights: Mapping[str, Part]
     optimizer: Mapping[str, Tensor]
     rng: Mapping[str, Tensor]
     state: Mapping[str, Any]
@@ -48,11 +88,11 @@ class Reader(ABC):
         """
 
     @abstractmethod
-    def weights(self, targets: Mapping[str, Tensor]) -> None:
-        """Fill ``targets`` (by Hugging Face name, placed as the rank keeps them) in place.
+    def weights(self, model: CausalLM) -> None:
+        """Fill what the model stores, placed as the rank keeps it, in place.
 
         Raises:
-            RunError: names missing or unexpected, shapes that differ; all are listed.
+            UserError: names missing or unexpected, shapes that differ; all are listed.
         """
 
     @abstractmethod

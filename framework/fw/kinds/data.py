@@ -13,7 +13,11 @@ from torch import Tensor
 from fw.registry import Plugin
 
 Sample = dict[str, Tensor]
-"""``input_ids`` and ``labels``, int64 ``[L]``; ``labels[i]`` is the token to predict from ``input_ids[: i + 1]``, -100 for none."""
+"""``input_ids`` and ``labels``, int64 ``[L]``; ``labels[i]`` is the token to predict from ``input_ids[: i + 1]``, -100 for none.
+
+Optional: ``segments``, int64 ``[L]``, the number of the document each token belongs to, counted from 1 in the sample, 0 for padding;
+attention stays inside a segment.
+"""
 
 IGNORED = -100
 """The label of a position that nothing is predicted at."""
@@ -22,24 +26,28 @@ Say = Callable[[str], None]
 
 
 class Tokenizer(Protocol):
-    """Text to ids and back."""
+    """Text to ids and back; :class:`fw.tokenizer.Tokenizer` is one."""
 
     @property
     def vocab_size(self) -> int:
-        """Number of ids; all are below it."""
+        """The highest id and one: all ids are below it."""
 
     @property
-    def eos_id(self) -> int:
-        """The id that ends a document."""
+    def bos_id(self) -> int | None:
+        """The id that begins a text, None where there is none."""
 
-    def encode(self, text: str) -> list[int]:
-        """Ids of a text, no special tokens added."""
+    @property
+    def eos_id(self) -> int | None:
+        """The id that ends a text, None where there is none."""
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Text of the ids, special tokens left out."""
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Ids of a text, with what the tokenizer puts around one unless ``add_special_tokens`` is off."""
+
+    def decode(self, ids: Sequence[int] | Tensor, *, skip_special_tokens: bool = False) -> str:
+        """Text of ids, a list or a tensor of one dimension."""
 
     def save(self, directory: Path) -> None:
-        """Write ``tokenizer.json`` and ``tokenizer_config.json`` as transformers reads them."""
+        """Write ``tokenizer.json`` and what belongs to it, as transformers reads them."""
 
 
 class Samples(Protocol):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from fw.kinds.attention import AttentionPlugin
@@ -14,8 +16,9 @@ from fw.registry import Plugin
 
 Head = Callable[[Tensor], Tensor]
 """Maps hidden states ``[..., D]`` to logits ``[..., V]``."""
-Readout = Callable[[Tensor, Head], Tensor]
-"""Takes the last hidden states ``[B, L, D]`` and the head; what it returns, forward returns."""
+Readout = Callable[[Tensor, Head, Tensor | None], Tensor]
+"""Takes the last hidden states ``[B, L, D]``, the head, and what the model itself adds to the mean loss per token while it trains (a
+weighted scalar, as the balance of a router; None where there is nothing); what it returns, forward returns."""
 
 
 @dataclass(frozen=True)
@@ -26,11 +29,39 @@ class Init:
     value: float = 0.0
 
 
-class CausalLM(nn.Module):
-    """What every model is. Built on the meta device; weights come from a checkpoint or from :meth:`init`.
+@dataclass(frozen=True)
+class HFTensor:
+    """A tensor of a Hugging Face file and how it lies in a parameter.
 
-    A model keeps no buffers: what can be computed from its configuration is computed in forward.
+    Attributes:
+        name: in the file.
+        index: the slice of the parameter's first dimension it is (one expert of a stack); None for the whole.
+        transposed: whether the file holds it transposed (GPT-2's Conv1D).
     """
+
+    name: str
+    index: int | None = None
+    transposed: bool = False
+
+
+@dataclass(frozen=True)
+class KVShape:
+    """What a block keeps of each token for generation: keys and values of ``heads`` × ``head_dim``, of the last ``window`` tokens only."""
+
+    heads: int
+    head_dim: int
+    window: int | None = None
+
+
+class CausalLM(nn.Module):
+    """What every model is. Built on the meta device; weights come from files or from :meth:`init`.
+
+    Reference models keep no buffers: what can be computed from the configuration is computed in forward. A model that cannot do so
+    gives its buffers their values in :meth:`materialise`.
+    """
+
+    vocab_size: int
+    """Rows of the embedding."""
 
     @property
     @abstractmethod
@@ -38,13 +69,17 @@ class CausalLM(nn.Module):
         """The repeated transformer blocks, in order: the units of sharding, recomputation and compilation."""
 
     @abstractmethod
-    def forward(self, ids_BL: Tensor, *, positions_BL: Tensor | None = None, readout: Readout | None = None) -> Tensor:
+    def forward(
+        self, ids_BL: Tensor, *, positions_BL: Tensor | None = None, segments_BL: Tensor | None = None, readout: Readout | None = None
+    ) -> Tensor:
         """Logits ``[B, L, V]`` of the token ids, or what ``readout`` makes of the last hidden states.
 
         The readout runs inside forward, where sharding has gathered the head's weights.
 
         Args:
-            positions_BL: position of each token; 0 … L-1 where None.
+            positions_BL: position of each token; where None, 0 … L-1, counted anew in each segment.
+            segments_BL: int64; which document a token belongs to, for rows that hold several or padding (0): no token attends to
+                another document's, and padding counts for nothing. None where every row is one document.
         """
 
     @abstractmethod
@@ -59,15 +94,63 @@ class CausalLM(nn.Module):
     def undecayed(self) -> frozenset[str]:
         """Names of the parameters that weight decay must leave alone: norms, biases and embeddings."""
 
-    def hf_name(self, name: str) -> str:
-        """The parameter's name in a Hugging Face checkpoint of this architecture; one to one."""
-        return name
+    @abstractmethod
+    def hf_config(self) -> dict[str, Any]:
+        """What goes into ``config.json`` so that transformers loads the checkpoint."""
+
+    @property
+    @abstractmethod
+    def kv_shapes(self) -> Sequence[KVShape]:
+        """What each block keeps of a token for generation."""
+
+    def hf_tensors(self, name: str) -> Sequence[HFTensor]:
+        """The tensors of a Hugging Face checkpoint that together are the parameter called ``name``."""
+        return (HFTensor(name),)
+
+    hf_prefix: ClassVar[str] = ""
+    """What :meth:`hf_tensors` put before most names, and some published files leave out (``transformer.`` of GPT-2)."""
+
+    def hf_repeated(self) -> Mapping[str, str]:
+        """Names that a file may hold besides, with the tensor each must repeat: a tied head. Never written."""
+        return {}
+
+    def hf_superfluous(self, name: str) -> bool:
+        """Whether a file may hold ``name`` besides, since it can be computed from the configuration (masks, rotary frequencies)."""
+        return False
+
+    def active_parameters(self) -> int:
+        """Parameters that take part in computing one token; all but the experts a token is not sent to."""
+        return sum(p.numel() for p in self.parameters())
+
+    def materialise(self, device: torch.device) -> None:
+        """Leave the meta device: storage for every parameter and buffer on ``device``. Values of parameters come afterwards."""
+        self.to_empty(device=device)
+
+    def stored(self) -> dict[str, Tensor]:
+        """What a checkpoint holds of this model, by the model's own names: its parameters, and buffers that training may change."""
+        return dict(self.named_parameters())
 
 
 class ModelPlugin(Plugin):
-    """Builds the model and says what its Hugging Face configuration is."""
+    """Builds the model and reads its Hugging Face configuration."""
 
     kind: ClassVar[str] = "model"
+    hf_model_types: ClassVar[tuple[str, ...]] = ()
+    """``model_type`` of the config.json files this plugin reads; a literal, since it is looked up without importing the plugin."""
+
+    @classmethod
+    def from_hf(cls, raw: Mapping[str, Any]) -> ModelPlugin:
+        """The plugin configured as a ``config.json`` says.
+
+        Raises:
+            UserError: a field that cannot be honoured, by name.
+        """
+        raise NotImplementedError(f"{cls.__name__} reads no config.json")
+
+    @property
+    def weights(self) -> Path | None:
+        """The model directory that training begins from; None for initial values."""
+        return None
 
     @property
     @abstractmethod
@@ -75,9 +158,9 @@ class ModelPlugin(Plugin):
         """Rows of the embedding, or None to take the tokenizer's."""
 
     @abstractmethod
-    def build(self, vocab_size: int, attention: AttentionPlugin) -> CausalLM:
-        """The model. Called under ``torch.device("meta")``, on every rank; must not read files or depend on the rank."""
+    def build(self, vocab_size: int, sequence_length: int, attention: AttentionPlugin) -> CausalLM:
+        """The model. Called under ``torch.device("meta")``, on every rank; must not read files or depend on the rank.
 
-    @abstractmethod
-    def hf_config(self, vocab_size: int, sequence_length: int) -> dict[str, Any]:
-        """What goes into ``config.json`` so that transformers loads the checkpoint."""
+        Args:
+            sequence_length: what the run trains with, for a model that claims no longest context of its own.
+        """

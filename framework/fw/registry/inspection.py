@@ -90,6 +90,19 @@ def _inspect(entry: Entry) -> Listing:
     return Listing(entry, api, summary, problem)
 
 
+def literal(entry: Entry, name: str, default: Any) -> Any:
+    """A class attribute of a plugin as its source has it, where it is a literal there; else ``default``. Nothing is imported."""
+    spec = find_spec(entry.module)
+    if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
+        return default
+    try:
+        tree = ast.parse(Path(spec.origin).read_bytes())
+    except (SyntaxError, OSError, ValueError):
+        return default
+    found = next((n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == entry.attribute), None)
+    return default if found is None else _literal(found, name, default)
+
+
 def find_spec(module: str) -> importlib.machinery.ModuleSpec | None:
     """Like :func:`importlib.util.find_spec`, but parent packages are not imported either."""
     path: Sequence[str] | None = None

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fw.errors import RunError, UserError
-from fw.kinds.checkpoint import Reader, Snapshot
+from fw.kinds.checkpoint import Reader, Snapshot, parts
 from fw.kinds.data import Corpus
 from fw.kinds.launcher import OUTCOME_DIR
 from fw.recipe import Recipe, current_world
@@ -68,16 +68,18 @@ def save(recipe: Recipe, module: TrainingModule) -> Path:
     stepper, model = module.assembly.stepper, module.assembly.model
 
     def write_files(directory: Path) -> None:
-        hf = recipe.model.hf_config(module.assembly.vocab_size, recipe.train.sequence_length)
-        hf["dtype"] = str(recipe.precision.policy().parameters).removeprefix("torch.")
-        hf["bos_token_id"] = hf["eos_token_id"] = module.corpus.tokenizer.eos_id
+        hf = {**model.hf_config(), "dtype": str(recipe.precision.policy().parameters).removeprefix("torch.")}
+        tokenizer = module.corpus.tokenizer
+        for key, token_id in (("bos_token_id", tokenizer.bos_id), ("eos_token_id", tokenizer.eos_id)):
+            if hf.get(key) is None:
+                hf[key] = token_id
         (directory / "config.json").write_text(json.dumps(hf, indent=1) + "\n")
         module.corpus.tokenizer.save(directory)
         run_dir.describe(recipe, directory)
 
     snapshot = Snapshot(
         step=module.global_step,
-        weights={model.hf_name(name): parameter.detach() for name, parameter in stepper.parameters()},
+        weights=parts(model, {name: t.detach() for name, t in {**model.stored(), **dict(stepper.parameters())}.items()}),
         optimizer=stepper.optimizer_tensors(),
         rng=rng_state(module.strategy.root_device),
         state={

@@ -148,7 +148,7 @@ def _open_data(recipe: Recipe, say: Any) -> tuple[Corpus, int]:
     own, needed = recipe.model.vocab_size, corpus.tokenizer.vocab_size
     if own is not None and own < needed:
         place = recipe.config.origin(("model", "vocab_size"))
-        raise UserError(f"{place}: model.vocab_size {own} is smaller than the tokenizer's {needed}; raise it, or leave it out")
+        raise UserError(f"{place}: model.vocab_size {own} is smaller than the tokenizer's {needed}; raise it, or use the model's own")
     return corpus, own or needed
 
 

@@ -31,7 +31,7 @@ def sample(
         agree: gives every rank the first one's choice, so that ranks whose logits differ in the last bit stop after the same token.
     """
     generator = torch.Generator().manual_seed(0)
-    ids = tokenizer.encode(prompt) or [tokenizer.eos_id]
+    ids = tokenizer.encode(prompt, add_special_tokens=False) or _beginning(tokenizer)
     produced: list[int] = []
     stepper.module.eval()
     for _ in range(tokens):
@@ -44,4 +44,10 @@ def sample(
         if choice == tokenizer.eos_id:
             break
         produced.append(choice)
-    return tokenizer.decode(produced)
+    return tokenizer.decode(produced, skip_special_tokens=True)
+
+
+def _beginning(tokenizer: Tokenizer) -> list[int]:
+    """What stands before a text of nothing: the end of the text before, or its own beginning; where a tokenizer has neither, some id."""
+    known = [index for index in (tokenizer.eos_id, tokenizer.bos_id) if index is not None]
+    return known[:1] or [0]

@@ -1,11 +1,27 @@
 """Layers the architectures share.
 
-Shape suffixes: B batch, L length, D hidden size, N query heads, K key/value heads, H head dimension, F feed-forward size, V vocabulary.
+Shape suffixes: B batch, L length, D hidden size, N query heads, K key/value heads, H head dimension, F feed-forward size, V vocabulary,
+T tokens (B · L), E experts, k experts per token, S rows sorted by expert (T · k).
 """
 
-from fw_models.layers.attention import Attention
-from fw_models.layers.mlp import GatedMLP
-from fw_models.layers.norm import RMSNorm
-from fw_models.layers.rope import rope_angles, rotate
+from fw_models.layers.attention import Attention, AttentionShape
+from fw_models.layers.mlp import ACTIVATIONS, GatedMLP
+from fw_models.layers.moe import MoE, balance_loss
+from fw_models.layers.norm import RMSNorm, ShiftedRMSNorm
+from fw_models.layers.rope import Angles, Rope, RopeScaling, positions, rotate
 
-__all__ = ["Attention", "GatedMLP", "RMSNorm", "rope_angles", "rotate"]
+__all__ = [
+    "ACTIVATIONS",
+    "Angles",
+    "Attention",
+    "AttentionShape",
+    "GatedMLP",
+    "MoE",
+    "RMSNorm",
+    "Rope",
+    "RopeScaling",
+    "ShiftedRMSNorm",
+    "balance_loss",
+    "positions",
+    "rotate",
+]

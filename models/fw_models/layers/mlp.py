@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "relu": F.relu,
+    "gelu_new": partial(F.gelu, approximate="tanh"),
+    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
+}
+"""By Hugging Face's names."""
+
 
 class GatedMLP(nn.Module):
-    """SwiGLU: ``down(silu(gate(x)) · up(x))`` (Shazeer 2020, https://arxiv.org/abs/2002.05202)."""
+    """``down(act(gate(x)) · up(x))``: SwiGLU with silu, GeGLU with gelu (Shazeer 2020, https://arxiv.org/abs/2002.05202)."""
 
-    def __init__(self, hidden_size: int, intermediate_size: int) -> None:
+    def __init__(self, hidden_size: int, intermediate_size: int, *, activation: str = "silu", bias: bool = False) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
-        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
-        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
+        self.activation = ACTIVATIONS[activation]
+        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=bias)
+        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=bias)
+        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=bias)
 
     def forward(self, x_BLD: Tensor) -> Tensor:
         """``[B, L, D]`` → ``[B, L, D]``."""
-        return self.down_proj(F.silu(self.gate_proj(x_BLD)) * self.up_proj(x_BLD))
+        return self.down_proj(self.activation(self.gate_proj(x_BLD)) * self.up_proj(x_BLD))

@@ -22,3 +22,13 @@ class RMSNorm(nn.Module):
         x32_BLD = x_BLD.float()
         scale_BL1 = torch.rsqrt(x32_BLD.square().mean(-1, keepdim=True) + self.eps)
         return (x32_BLD * scale_BL1).to(x_BLD.dtype) * self.weight.to(x_BLD.dtype)
+
+
+class ShiftedRMSNorm(RMSNorm):
+    """Gemma's: multiplied with ``1 + weight``, so that weights begin at zero, and multiplied in fp32."""
+
+    def forward(self, x_BLD: Tensor) -> Tensor:
+        """``[…, D]`` → ``[…, D]``."""
+        x32_BLD = x_BLD.float()
+        scale_BL1 = torch.rsqrt(x32_BLD.square().mean(-1, keepdim=True) + self.eps)
+        return (x32_BLD * scale_BL1 * (1 + self.weight.float())).to(x_BLD.dtype)

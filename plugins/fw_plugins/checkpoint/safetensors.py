@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,11 +17,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fw.checkpointing import commit
-from fw.checkpointing.placement import local_part
 from fw.checkpointing.stream import Digest, SafetensorsWriter, index, split
+from fw.checkpointing.tensor_files import TensorFiles, load_weights
 from fw.config import parse_size
 from fw.errors import RunError, UserError
-from fw.kinds.checkpoint import CheckpointPlugin, Reader, Snapshot
+from fw.kinds.checkpoint import CheckpointPlugin, Part, Reader, Snapshot
+from fw.kinds.model import CausalLM
 
 STATE = "trainer.json"
 RNG = "rng.safetensors"
@@ -62,7 +63,8 @@ class SafetensorsCheckpoint(CheckpointPlugin):
                 problem = _describe(temporary, error)
         _agree(problem, temporary)
 
-        for stem, tensors in (("model", snapshot.weights), ("optimizer", snapshot.optimizer)):
+        optimizer = {name: Part(tensor) for name, tensor in snapshot.optimizer.items()}
+        for stem, tensors in (("model", snapshot.weights), ("optimizer", optimizer)):
             try:
                 files = split(tensors, stem, parse_size(self.config.max_shard_size))
                 digests |= _write_files(temporary, files, tensors, rank, ranks)
@@ -102,12 +104,11 @@ class SafetensorsCheckpoint(CheckpointPlugin):
         return SafetensorsReader(path.resolve())
 
 
-def _write_files(
-    directory: Path, files: Mapping[str, list[str]], tensors: Mapping[str, Tensor], rank: int, ranks: int
-) -> dict[str, Digest]:
+def _write_files(directory: Path, files: Mapping[str, list[str]], tensors: Mapping[str, Part], rank: int, ranks: int) -> dict[str, Digest]:
     """Write this rank's files. Gathering is collective, so a rank whose disk fails goes on gathering and reports at the end."""
     digests: dict[str, Digest] = {}
     failure: OSError | None = None
+    gathered: tuple[Tensor | None, Tensor | None] = None, None
     for number, (file, names) in enumerate(files.items()):
         writer = None
         if number % ranks == rank and failure is None:
@@ -116,11 +117,13 @@ def _write_files(
             except OSError as error:
                 failure = error
         for name in names:
-            tensor = tensors[name]
-            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-            if writer is not None and failure is None:
+            part = tensors[name]
+            if part.tensor is not gathered[0]:  # the experts of a stack come one after another and are gathered together
+                whole = part.tensor.full_tensor() if isinstance(part.tensor, DTensor) else part.tensor
+                gathered = part.tensor, whole
+            if writer is not None and failure is None and gathered[1] is not None:
                 try:
-                    writer.write(whole)
+                    writer.write(part.of(gathered[1]))
                 except OSError as error:
                     failure = error
         if writer is not None:
@@ -145,24 +148,13 @@ class SafetensorsReader(Reader):
         """Compare every file with the manifest's digests."""
         commit.verify(self.path)
 
-    def weights(self, targets: Mapping[str, Tensor]) -> None:
-        """Fill the targets; all of them and nothing else must be in the files."""
-        found = _Files(self.path, "model")
-        missing, unexpected = sorted(set(targets) - set(found.where)), sorted(set(found.where) - set(targets))
-        shapes = [
-            f"{name} is {found.shape(name)} in the file and {tuple(target.shape)} in the model"
-            for name, target in targets.items()
-            if name in found.where and found.shape(name) != tuple(target.shape)
-        ]
-        problems = [f"missing: {_some(missing)}"] * bool(missing) + [f"unexpected: {_some(unexpected)}"] * bool(unexpected)
-        if problems or shapes:
-            raise RunError(f"{self.path} does not fit the model: {'; '.join(problems + shapes[:5])}")
-        for name, target in targets.items():
-            found.fill(name, target)
+    def weights(self, model: CausalLM) -> None:
+        """Fill the model; all of it and nothing else must be in the files."""
+        load_weights(TensorFiles(self.path), model)
 
     def optimizer(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Every tensor, placed like its parameter where it has that shape."""
-        found = _Files(self.path, "optimizer")
+        found = TensorFiles(self.path, "optimizer")
         tensors = {}
         for path in found.where:
             name = path.rpartition("/")[0]
@@ -171,7 +163,7 @@ class SafetensorsReader(Reader):
             parameter = parameters[name]
             if found.shape(path) == tuple(parameter.shape):
                 tensors[path] = torch.empty_like(parameter, dtype=found.dtype(path), requires_grad=False)
-                found.fill(path, tensors[path])
+                found.fill(path, Part(tensors[path]))
             else:
                 tensors[path] = found.whole(path).to(parameter.device)
         return tensors
@@ -186,37 +178,6 @@ class SafetensorsReader(Reader):
         prefix = f"rank{rank}."
         with safe_open(self.path / RNG, framework="pt") as file:
             return {name[len(prefix) :]: file.get_tensor(name) for name in file.keys() if name.startswith(prefix)}  # noqa: SIM118
-
-
-class _Files:
-    """The tensors of one stem, over all its files."""
-
-    def __init__(self, directory: Path, stem: str) -> None:
-        self.where: dict[str, Any] = {}
-        for path in sorted(directory.glob(f"{stem}*.safetensors")):
-            file = safe_open(path, framework="pt")
-            self.where.update(dict.fromkeys(file.keys(), file))
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self.where[name].get_slice(name).get_shape())
-
-    def dtype(self, name: str) -> torch.dtype:
-        return self.whole(name).dtype if not self.shape(name) else self.where[name].get_slice(name)[:0].dtype
-
-    def whole(self, name: str) -> Tensor:
-        tensor: Tensor = self.where[name].get_tensor(name)
-        return tensor
-
-    @torch.no_grad()
-    def fill(self, name: str, target: Tensor) -> None:
-        local, where = local_part(target)
-        if local.numel():
-            local.copy_(self.where[name].get_slice(name)[where] if where else self.whole(name))
-
-
-def _some(names: Iterable[str], limit: int = 8) -> str:
-    names = list(names)
-    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
 
 
 def _rank() -> tuple[int, int]:

@@ -14,17 +14,18 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
-from tokenizers import Tokenizer
 from tqdm import tqdm
 
-from fw.errors import UserError
+from fw.errors import UserError, did_you_mean
 from fw.kinds.data import Corpus, DataPlugin, Say
+from fw.tokenizer import Tokenizer, load_tokenizer
 from fw_plugins.data import sources
 from fw_plugins.data.blocks import TokenBlocks
-from fw_plugins.data.tokenizer import JsonTokenizer, byte_tokenizer, train_bpe
+from fw_plugins.data.tokenizer import byte_tokenizer, train_bpe
 
 _FORMAT = 1
 _BATCH = 256
+_MADE_HERE = ("bpe", "byte")
 
 
 @dataclass
@@ -35,10 +36,13 @@ class TextConfig:
     """Text files or globs (`**` goes into folders), UTF-8, relative to the current directory. A file is a document; long ones are cut."""
     source: Literal["files", "python-docs"] = "files"
     """`python-docs`: about 2 MB of English that every Python carries, the language reference and the library's docstrings."""
-    tokenizer: Literal["bpe", "byte"] = "bpe"
-    """`bpe`: byte-level BPE trained on the training split. `byte`: a token per byte, sequences about four times as long."""
+    tokenizer: str = "bpe"
+    """`bpe`: byte-level BPE trained on the training split. `byte`: a token per byte, sequences about four times as long. Otherwise a
+    directory with a `tokenizer.json`: a fine-tuned model's own, `${model.path}`."""
     vocab_size: int = 4096
     """Ids of a bpe tokenizer. Embedding and logits grow in proportion."""
+    isolate_documents: bool = False
+    """Attention does not cross documents that share a sequence; positions restart with each."""
     val_fraction: float = 0.05
     """Share of the text held out for validation, by whole documents."""
     cache_dir: str = ""
@@ -49,6 +53,11 @@ class TextConfig:
             raise UserError("data.files: no files given; name some, or set data.source=python-docs")
         if self.source != "files" and self.files:
             raise UserError(f"data.files: given together with data.source={self.source}; leave out one of them")
+        if self.tokenizer not in _MADE_HERE and not Path(self.tokenizer).expanduser().is_dir():
+            raise UserError(
+                f"data.tokenizer: '{self.tokenizer}' is neither bpe nor byte nor a directory with a tokenizer.json"
+                + (did_you_mean(self.tokenizer, _MADE_HERE) or "; give one of these")
+            )
         if self.tokenizer == "bpe" and self.vocab_size < 257:
             raise UserError(f"data.vocab_size: {self.vocab_size} is too small; 256 bytes and the end of text take 257")
         if not 0 < self.val_fraction < 1:
@@ -65,10 +74,18 @@ class TextData(DataPlugin):
     def __init__(self, config: TextConfig) -> None:
         super().__init__(config)
         self._directory: Path | None = None
+        self._given: Tokenizer | None = None
 
     def prepare(self, say: Say) -> None:
         """Split, train the tokenizer, tokenize; once per text and settings."""
         root = _cache_root(self.config.cache_dir)
+        if self.config.tokenizer not in _MADE_HERE:
+            self._given = load_tokenizer(self.config.tokenizer)
+            if self._given.eos_id is None:
+                raise UserError(
+                    f"data.tokenizer: {self.config.tokenizer} has no end-of-text token, which stands between documents;"
+                    " name one as eos_token in its tokenizer_config.json"
+                )
         directory = root / f"text-{self._key()}"
         self._directory = directory
         if (directory / "meta.json").is_file():
@@ -96,9 +113,12 @@ class TextData(DataPlugin):
         assert self._directory is not None, "prepare() comes first"
         directory = self._directory
         meta = json.loads((directory / "meta.json").read_text())
-        tokenizer = JsonTokenizer(Tokenizer.from_file(str(directory / "tokenizer.json")))
-        train = TokenBlocks(directory / "train.bin", meta["dtype"], sequence_length, keep_tail=False)
-        val = TokenBlocks(directory / "val.bin", meta["dtype"], sequence_length, keep_tail=True)
+        # One that was given is not read from the cache: its class depends on the model's config.json beside it.
+        tokenizer = self._given or load_tokenizer(directory)
+        eos_id = _eos_id(tokenizer)
+        separator = eos_id if self.config.isolate_documents else None
+        train = TokenBlocks(directory / "train.bin", meta["dtype"], sequence_length, keep_tail=False, separator=separator)
+        val = TokenBlocks(directory / "val.bin", meta["dtype"], sequence_length, keep_tail=True, separator=separator)
         if not len(train):
             raise UserError(
                 f"data: {train.tokens} tokens of training text fill no sequence of {sequence_length};"
@@ -108,12 +128,12 @@ class TextData(DataPlugin):
             train=train,
             val=val,
             tokenizer=tokenizer,
-            fingerprint=meta["fingerprint"],
+            fingerprint=meta["fingerprint"] + ("-isolated" if self.config.isolate_documents else ""),
             train_tokens=train.tokens,
             val_tokens=val.tokens,
             val_bytes=meta["val_bytes"],
-            train_text=lambda: [tokenizer.decode(ids) for ids in train.documents(tokenizer.eos_id)],
-            val_text=lambda: [tokenizer.decode(ids) for ids in val.documents(tokenizer.eos_id)],
+            train_text=lambda: [tokenizer.decode(ids, skip_special_tokens=True) for ids in train.documents(eos_id)],
+            val_text=lambda: [tokenizer.decode(ids, skip_special_tokens=True) for ids in val.documents(eos_id)],
         )
 
     def _documents(self) -> Iterator[str]:
@@ -129,6 +149,9 @@ class TextData(DataPlugin):
             stats = [(str(f.resolve()), f.stat()) for f in sources.find_files(self.config.files)]
             content = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
         settings = {**asdict(self.config), "cache_dir": "", "format": _FORMAT, "content": content}
+        del settings["isolate_documents"]  # the ids are the same
+        if self._given is not None:
+            settings["tokenizer"] = self._given.fingerprint
         return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
 
     def _build(self, directory: Path, say: Say) -> None:
@@ -143,11 +166,13 @@ class TextData(DataPlugin):
                     yield text
                 seen.add(digest)
 
-        if self.config.tokenizer == "byte":
-            tokenizer = JsonTokenizer(byte_tokenizer())
+        if self._given is not None:
+            tokenizer = self._given
+        elif self.config.tokenizer == "byte":
+            tokenizer = byte_tokenizer()
         else:
             say(f"data: training a BPE tokenizer of {self.config.vocab_size} ids on the training split")
-            tokenizer = JsonTokenizer(train_bpe(split(validation=False), self.config.vocab_size))
+            tokenizer = train_bpe(split(validation=False), self.config.vocab_size)
         tokenizer.save(directory)
         dtype = "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
         content = hashlib.sha256((directory / "tokenizer.json").read_bytes())
@@ -196,14 +221,14 @@ def _split(documents: Iterator[str], fraction: float) -> tuple[int, set[bytes], 
 def _write_ids(
     file: Path,
     texts: Iterator[str],
-    tokenizer: JsonTokenizer,
+    tokenizer: Tokenizer,
     dtype: str,
     label: str,
     total: int,
     content: hashlib._Hash,
 ) -> int:
     """``EOS document EOS document EOS`` as raw little-endian ids; returns how many."""
-    eos = np.array([tokenizer.eos_id], dtype)
+    eos = np.array([_eos_id(tokenizer)], dtype)
     count = 0
     with file.open("wb") as out, tqdm(total=total, desc=label, unit="doc", leave=False, disable=None) as bar:
 
@@ -216,10 +241,17 @@ def _write_ids(
 
         put(eos)
         while batch := list(islice(texts, _BATCH)):
-            for ids in tokenizer.encode_all(batch):
-                put(np.array([*ids, tokenizer.eos_id], dtype))
+            for ids in tokenizer.encode_all(batch, add_special_tokens=False, split_special_tokens=True):
+                put(np.array(ids, dtype))
+                put(eos)
             bar.update(len(batch))
     return count
+
+
+def _eos_id(tokenizer: Tokenizer) -> int:
+    eos_id = tokenizer.eos_id
+    assert eos_id is not None, "prepare() refuses one without"
+    return eos_id
 
 
 def _cache_root(cache_dir: str) -> Path:

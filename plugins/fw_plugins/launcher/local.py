@@ -30,30 +30,35 @@ class LocalLauncher(LauncherPlugin):
 
     def launch(self, command: Sequence[str], launch: LaunchSection) -> int:
         """Start, pass signals on, wait, and say how it ended."""
-        logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # ranks tell their own errors
-        if launch.threads is not None:
-            os.environ["OMP_NUM_THREADS"] = str(launch.threads)
-        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // launch.devices)))
-        config = LaunchConfig(
-            min_nodes=launch.nodes,
-            max_nodes=launch.nodes,
-            nproc_per_node=launch.devices,
-            run_id="fw",
-            rdzv_backend="c10d",
-            rdzv_endpoint=launch.rendezvous or "localhost:0",
-            max_restarts=0,
-            monitor_interval=0.1,
-            **_leave_signals_alone(),
-        )
-        with tempfile.TemporaryDirectory(prefix="fw-outcome-") as outcomes, _forward_signals():
-            os.environ[OUTCOME_DIR] = outcomes
-            try:
-                elastic_launch(config, command[0])(*command[1:])
-            except ChildFailedError as error:
-                codes = [failure.exitcode for failure in error.failures.values()]
-                return EXIT_USER if EXIT_USER in codes else EXIT_FAILED
-            codes = [int(path.read_text()) for path in Path(outcomes).iterdir()]
-            return max(codes, default=EXIT_OK)
+        with _environment_as_before():
+            return _launch(command, launch)
+
+
+def _launch(command: Sequence[str], launch: LaunchSection) -> int:
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # ranks tell their own errors
+    if launch.threads is not None:
+        os.environ["OMP_NUM_THREADS"] = str(launch.threads)
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // launch.devices)))
+    config = LaunchConfig(
+        min_nodes=launch.nodes,
+        max_nodes=launch.nodes,
+        nproc_per_node=launch.devices,
+        run_id="fw",
+        rdzv_backend="c10d",
+        rdzv_endpoint=launch.rendezvous or "localhost:0",
+        max_restarts=0,
+        monitor_interval=0.1,
+        **_leave_signals_alone(),
+    )
+    with tempfile.TemporaryDirectory(prefix="fw-outcome-") as outcomes, _forward_signals():
+        os.environ[OUTCOME_DIR] = outcomes
+        try:
+            elastic_launch(config, command[0])(*command[1:])
+        except ChildFailedError as error:
+            codes = [failure.exitcode for failure in error.failures.values()]
+            return EXIT_USER if EXIT_USER in codes else EXIT_FAILED
+        codes = [int(path.read_text()) for path in Path(outcomes).iterdir()]
+        return max(codes, default=EXIT_OK)
 
 
 def _leave_signals_alone() -> dict[str, Any]:
@@ -62,6 +67,17 @@ def _leave_signals_alone() -> dict[str, Any]:
         return {"signals_to_handle": "SIGQUIT"}
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"  # torch before the option
     return {}
+
+
+@contextmanager
+def _environment_as_before() -> Iterator[None]:
+    """The ranks inherit this process's environment; what is set for them must not stay for whatever it does next."""
+    before = dict(os.environ)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 @contextmanager

@@ -38,13 +38,15 @@ class CausalLMObjective(ObjectivePlugin):
         labels_T = batch["labels"].flatten()
         z_loss = self.config.z_loss if model.training else 0.0
 
-        def readout(x_BLD: Tensor, head: Head) -> Tensor:
+        def readout(x_BLD: Tensor, head: Head, auxiliary: Tensor | None) -> Tensor:
             logits_TV = head(x_BLD).flatten(0, 1).float()
             loss = F.cross_entropy(logits_TV, labels_T, ignore_index=IGNORED, reduction="sum")
             if z_loss:
                 log_z_T = logits_TV.logsumexp(-1)[labels_T != IGNORED]
                 loss = loss + z_loss * log_z_T.square().sum()
+            if auxiliary is not None:
+                loss = loss + auxiliary * (labels_T != IGNORED).sum()  # a mean per token, as the loss will be
             return loss
 
-        loss: Tensor = model(batch["input_ids"], readout=readout)
+        loss: Tensor = model(batch["input_ids"], segments_BL=batch.get("segments"), readout=readout)
         return loss

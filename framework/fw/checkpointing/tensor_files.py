@@ -1,0 +1,159 @@
+"""safetensors files of a directory, read by the slice from mapped memory: no more than a rank's part of one tensor is ever copied."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from tqdm import tqdm
+
+from fw.checkpointing.placement import local_part
+from fw.checkpointing.stream import DTYPES
+from fw.errors import UserError
+from fw.kinds.checkpoint import Part, parts
+from fw.kinds.model import CausalLM
+
+_DTYPE_OF = {name: dtype for dtype, name in DTYPES.items()}
+
+
+class TensorFiles:
+    """The tensors of ``<stem>.safetensors``, or of the files that ``<stem>.safetensors.index.json`` names.
+
+    Raises:
+        UserError: there are none, one is missing or damaged, or they are pickles.
+    """
+
+    def __init__(self, directory: Path, stem: str = "model") -> None:
+        self.directory = directory
+        self.files = _files(directory, stem)
+        self.where: dict[str, Any] = {}
+        for path in self.files:
+            try:
+                file = safe_open(path, framework="pt")
+                self.where.update(dict.fromkeys(file.keys(), file))
+            except (SafetensorError, OSError) as error:
+                raise UserError(f"{path} is no whole safetensors file ({error})") from None
+
+    @staticmethod
+    def names(path: Path) -> list[str]:
+        """The tensors of one file."""
+        with safe_open(path, framework="pt") as file:
+            return list(file.keys())
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of a tensor, from the file's header."""
+        return tuple(self.where[name].get_slice(name).get_shape())
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Of a tensor, from the file's header.
+
+        Raises:
+            UserError: torch has no such dtype.
+        """
+        text = self.where[name].get_slice(name).get_dtype()
+        if text not in _DTYPE_OF:
+            raise UserError(f"{self.directory}: {name} has dtype {text}, which is not known here")
+        return _DTYPE_OF[text]
+
+    def whole(self, name: str) -> Tensor:
+        """All of a tensor."""
+        tensor: Tensor = self.where[name].get_tensor(name)
+        return tensor
+
+    @torch.no_grad()
+    def fill(self, name: str, part: Part) -> None:
+        """Copy into what this rank keeps of ``part``, in its dtype."""
+        local, where = local_part(part.tensor)
+        if part.index is not None:
+            row = part.index - where[0].start
+            if not 0 <= row < local.shape[0]:
+                return
+            local, where = local[row], where[1:]
+        if part.transposed:
+            local, where = local.t(), where[::-1]
+        if local.numel():
+            local.copy_(self.where[name].get_slice(name)[where] if where else self.whole(name))
+
+
+def load_weights(files: TensorFiles, model: CausalLM) -> None:
+    """Fill every tensor the model stores, on this rank, with the dtype it has.
+
+    Raises:
+        UserError: tensors that are missing, unexpected or of another shape, all listed; a tied head that is no repetition.
+    """
+    expected = parts(model, model.stored())
+    names = {_full_name(name, expected, model): name for name in files.where}
+    repeated = {name: source for name, source in model.hf_repeated().items() if name in names and name not in expected}
+    missing = sorted(set(expected) - set(names))
+    unexpected = sorted(name for name in set(names) - set(expected) - set(repeated) if not model.hf_superfluous(name))
+    shapes = [
+        f"{name} is {list(files.shape(names[name]))} in the files and {list(part.shape)} in the model"
+        for name, part in expected.items()
+        if name in names and files.shape(names[name]) != part.shape
+    ]
+    problems = [f"missing: {_some(missing)}"] * bool(missing) + [f"unexpected: {_some(unexpected)}"] * bool(unexpected) + _few(shapes)
+    if problems:
+        raise UserError(f"the weights in {files.directory} do not fit the model: {'; '.join(problems)}")
+    for name, source in repeated.items():
+        if not _same(files, names[name], names[source]):
+            raise UserError(f"{files.directory}: the configuration ties {name} to {source}, but the files hold two different tensors")
+    for name, part in tqdm(expected.items(), desc="loading weights", unit="tensor", leave=False, disable=None, delay=1):
+        files.fill(names[name], part)
+
+
+def _files(directory: Path, stem: str) -> list[Path]:
+    index, single = directory / f"{stem}.safetensors.index.json", directory / f"{stem}.safetensors"
+    if index.is_file():
+        try:
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (ValueError, KeyError, AttributeError) as error:
+            raise UserError(f"{index} is no index of safetensors files ({type(error).__name__}: {error})") from None
+        missing = [name for name in names if not (directory / name).is_file()]
+        if missing:
+            raise UserError(f"{directory}: files that {index.name} names are missing: {_some(missing)}")
+        return [directory / name for name in names]
+    if single.is_file():
+        return [single]
+    pickles = [path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in directory.glob(pattern)]
+    if pickles:
+        raise UserError(
+            f"{directory} holds pickled weights ({pickles[0]}), which can run code when read and are refused; save them as safetensors"
+        )
+    raise UserError(f"{directory} holds no weights: neither {single.name} nor {index.name}")
+
+
+def _full_name(name: str, expected: Mapping[str, Part], model: CausalLM) -> str:
+    """Some published files leave out the prefix that transformers' own have."""
+    prefixed = model.hf_prefix + name
+    return prefixed if name not in expected and (prefixed in expected or name.startswith(_first_parts(model, expected))) else name
+
+
+def _first_parts(model: CausalLM, expected: Mapping[str, Part]) -> tuple[str, ...]:
+    """What names begin with, once the prefix is gone: ``h.``, ``layers.``."""
+    prefix = model.hf_prefix
+    bare = {name[len(prefix) :].partition(".")[0] + "." for name in expected if prefix and name.startswith(prefix)}
+    return tuple(bare)
+
+
+def _same(files: TensorFiles, name: str, other: str) -> bool:
+    """Whether two tensors of the files are equal, compared some rows at a time."""
+    if files.shape(name) != files.shape(other) or files.dtype(name) != files.dtype(other):
+        return False
+    one, two = (files.where[n].get_slice(n) for n in (name, other))
+    rows = files.shape(name)[0]
+    step = max(1, rows // 64)
+    return all(torch.equal(one[start : start + step], two[start : start + step]) for start in range(0, rows, step))
+
+
+def _few(texts: list[str], limit: int = 8) -> list[str]:
+    return texts[:limit] + [f"and {len(texts) - limit} shapes more"] * (len(texts) > limit)
+
+
+def _some(names: Iterable[str], limit: int = 12) -> str:
+    names = list(names)
+    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")

@@ -1,0 +1,121 @@
+"""A checkpoint as a plain model directory, and what can be said of either without reading its weights."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fw.checkpointing import commit
+from fw.checkpointing.stream import DTYPES
+from fw.checkpointing.tensor_files import TensorFiles
+from fw.config import parse_size
+from fw.errors import UserError
+from fw.locate import CONFIG, find
+from fw.pretrained.directory import read_config
+from fw.pretrained.load import new_directory, write_json, write_weights
+from fw.pretrained.reading import plugin_name
+
+DTYPE_NAMES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_TOKENIZER = "tokenizer.json"
+_COPIED = (
+    _TOKENIZER,
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "generation_config.json",
+    "additional_chat_templates",
+)
+"""What belongs to a model directory beside configuration and weights."""
+
+
+@dataclass(frozen=True)
+class _Announced:
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def export(source: str | Path, to: str | Path, dtype: str | None = None, max_shard_size: str = "5GiB") -> list[tuple[str, int]]:
+    """Write the model of a run, a step or a model directory to ``to``, one tensor in memory at a time.
+
+    Args:
+        dtype: of floating-point tensors, by name; as stored where None.
+
+    Returns:
+        files of weights and their sizes in bytes.
+
+    Raises:
+        UserError: no such model, an unknown dtype or size, or ``to`` exists already.
+    """
+    if dtype is not None and dtype not in DTYPE_NAMES:
+        raise UserError(f"--dtype {dtype} is unknown (there are: {', '.join(DTYPE_NAMES)})")
+    max_bytes = parse_size(max_shard_size)
+    if max_bytes < 1:
+        raise UserError(f"--max-shard-size {max_shard_size} is too small")
+    directory = find(source)
+    config = read_config(directory)
+    files = TensorFiles(directory)
+    wanted = DTYPE_NAMES[dtype] if dtype else None
+
+    def cast(found: torch.dtype) -> torch.dtype:
+        return wanted if wanted is not None and found.is_floating_point else found
+
+    tensors = {name: _Announced(files.shape(name), cast(files.dtype(name))) for name in files.where}
+
+    def value(name: str) -> Tensor:
+        return files.whole(name).to(tensors[name].dtype)
+
+    with new_directory(Path(to)) as made:
+        write_weights(made, tensors, value, max_bytes)
+        for name in _COPIED:
+            if (directory / name).is_dir():
+                shutil.copytree(directory / name, made / name)
+            elif (directory / name).is_file():
+                shutil.copyfile(directory / name, made / name)
+        if wanted is not None:
+            config = {**{k: v for k, v in config.items() if k != "torch_dtype"}, "dtype": str(wanted).removeprefix("torch.")}
+        write_json(made / CONFIG, config)
+    return [(path.name, path.stat().st_size) for path in sorted(Path(to).glob("*.safetensors"))]
+
+
+def describe(directory: str | Path) -> dict[str, Any]:
+    """Architecture, parameters, dtypes and files of a directory, from its headers.
+
+    Raises:
+        UserError: it holds no model.
+    """
+    found = find(directory)
+    config = read_config(found)
+    files = TensorFiles(found)
+    parameters = 0
+    dtypes: dict[str, dict[str, int]] = {}
+    shards = {path.name: {"tensors": 0, "bytes": path.stat().st_size} for path in files.files}
+    for path in files.files:
+        for name in TensorFiles.names(path):
+            count, dtype = math.prod(files.shape(name)), files.dtype(name)
+            parameters += count
+            entry = dtypes.setdefault(DTYPES[dtype].lower(), {"tensors": 0, "bytes": 0})
+            entry["tensors"] += 1
+            entry["bytes"] += count * dtype.itemsize
+            shards[path.name]["tensors"] += 1
+    training = None
+    if (found / commit.MANIFEST).is_file():
+        manifest = commit.read_manifest(found)
+        training = {key: manifest.get(key) for key in ("step", "world_size", "format")}
+    return {
+        "directory": str(found),
+        "architecture": (config.get("architectures") or [config.get("model_type")])[0],
+        "plugin": plugin_name(config) or "none; model: hf runs transformers' own code",
+        "parameters": parameters,
+        "tensors": len(files.where),
+        "dtypes": dtypes,
+        "shards": shards,
+        "tokenizer": (found / _TOKENIZER).is_file(),
+        "training": training,
+    }

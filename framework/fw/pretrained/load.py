@@ -1,0 +1,140 @@
+"""A model directory as a module, and a module as a model directory."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from tqdm import tqdm
+
+from fw import registry
+from fw.checkpointing.stream import SafetensorsWriter, Sized, index, size_bytes, split
+from fw.checkpointing.tensor_files import TensorFiles, load_weights
+from fw.config import parse_size
+from fw.errors import UserError
+from fw.kinds import KINDS
+from fw.kinds.attention import AttentionPlugin
+from fw.kinds.checkpoint import parts
+from fw.kinds.model import CausalLM
+from fw.locate import find
+from fw.pretrained.directory import read_config
+from fw.pretrained.reading import plugin_for
+
+if TYPE_CHECKING:
+    from fw.tokenizer import Tokenizer
+
+MAX_SHARD_SIZE = "5GiB"
+
+
+def load_model(
+    path: str | Path,
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
+    attention: str = "sdpa",
+) -> CausalLM:
+    """The model of a directory in evaluation mode; ``model(ids)`` maps ids ``[B, L]`` to logits ``[B, L, V]``.
+
+    Weights go from the mapped files straight to their place; nothing is held twice.
+
+    Args:
+        path: a model directory, a run of fw's own (its latest checkpoint), or ``org/name`` of the hub.
+        dtype: of the parameters, whatever the files hold.
+        attention: an attention plugin, by name.
+
+    Raises:
+        UserError: no such model, an architecture or a field that is not honoured, or weights that do not fit.
+    """
+    directory = find(path)
+    plugin = plugin_for(directory, read_config(directory))
+    kind = KINDS["attention"]
+    attention_cls = registry.load("attention", attention, kind.load_contract(), kind.apis)
+    chosen = attention_cls(attention_cls.Config())
+    assert isinstance(chosen, AttentionPlugin)
+    assert plugin.vocab_size is not None, "config.json says it, or transformers' default does"
+    with torch.device("meta"):
+        model = plugin.build(plugin.vocab_size, 1, chosen).to(dtype)
+    model.materialise(torch.device(device))
+    load_weights(TensorFiles(directory), model)
+    return model.eval()
+
+
+def save_model(
+    model: CausalLM, path: str | Path, tokenizer: Tokenizer | None = None, *, max_shard_size: str = MAX_SHARD_SIZE, overwrite: bool = False
+) -> Path:
+    """Write a model directory that transformers and :func:`load_model` read: config.json, safetensors, and the tokenizer's files.
+
+    Raises:
+        UserError: there is something at ``path`` already, and it is not to be overwritten.
+    """
+    tensors = parts(model, {name: tensor.detach() for name, tensor in model.stored().items()})
+
+    def value(name: str) -> Tensor:
+        tensor = tensors[name].tensor
+        return tensors[name].of(tensor.full_tensor() if isinstance(tensor, DTensor) else tensor)
+
+    dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
+    with new_directory(Path(path), overwrite) as directory:
+        write_weights(directory, tensors, value, parse_size(max_shard_size))
+        write_json(directory / "config.json", {**model.hf_config(), "dtype": dtype})
+        if tokenizer is not None:
+            tokenizer.save(directory)
+    return Path(path)
+
+
+class new_directory:
+    """A directory that appears under its name only when the ``with`` block has succeeded."""
+
+    def __init__(self, path: Path, overwrite: bool = False) -> None:
+        self.path = path
+        self.temporary = path.with_name(f"{path.name}.tmp")
+        if path.exists() and not overwrite and (not path.is_dir() or any(path.iterdir())):
+            raise UserError(f"{path} exists already; give another directory, or remove it")
+
+    def __enter__(self) -> Path:
+        shutil.rmtree(self.temporary, ignore_errors=True)
+        try:
+            self.temporary.mkdir(parents=True)
+        except OSError as error:
+            raise UserError(f"{self.temporary} cannot be made: {error.strerror}") from None
+        return self.temporary
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            shutil.rmtree(self.temporary, ignore_errors=True)
+            return
+        if self.path.is_dir():
+            shutil.rmtree(self.path)
+        self.temporary.rename(self.path)
+
+
+def write_weights(directory: Path, tensors: Mapping[str, Sized], value: Callable[[str], Tensor], max_bytes: int) -> None:
+    """Write ``model*.safetensors`` and, for several files, their index, one tensor in memory at a time.
+
+    Args:
+        tensors: shapes and dtypes by name, in the order of the files.
+        value: gives a tensor when its turn comes.
+    """
+    files = split(tensors, "model", max_bytes)
+    total = sum(size_bytes(tensor) for tensor in tensors.values())
+    with tqdm(total=total, desc="writing weights", unit="B", unit_scale=True, leave=False, disable=None, delay=1) as bar:
+        for file, names in files.items():
+            writer = SafetensorsWriter(directory / file, {name: tensors[name] for name in names})
+            try:
+                for name in names:
+                    writer.write(value(name))
+                    bar.update(size_bytes(tensors[name]))
+            finally:
+                writer.close()
+    if len(files) > 1:
+        write_json(directory / "model.safetensors.index.json", index(files, tensors))
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Write a JSON object, indented as transformers does."""
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n")

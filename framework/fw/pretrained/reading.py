@@ -1,0 +1,55 @@
+"""Which model plugin reads a directory's config.json."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fw import registry
+from fw.errors import UserError, did_you_mean
+from fw.kinds import KINDS
+from fw.kinds.model import ModelPlugin
+
+
+def plugin_for(directory: Path, config: Mapping[str, Any]) -> ModelPlugin:
+    """The plugin that declares the config's ``model_type``, configured as the file says.
+
+    Raises:
+        UserError: no plugin or several declare it, or it has a field that cannot be honoured.
+    """
+    model_type = config.get("model_type")
+    place = directory / "config.json"
+    if not isinstance(model_type, str):
+        raise UserError(f"{place} has no model_type")
+    known = _model_types()
+    names = known.get(model_type, [])
+    if not names:
+        readable = ", ".join(sorted(known))
+        raise UserError(
+            f"{place}: no model plugin reads model_type '{model_type}'{did_you_mean(model_type, known)} (there are: {readable});"
+            f" with transformers installed, model: {{name: hf, path: {directory}}} runs its own code"
+        )
+    if len(names) > 1:
+        raise UserError(f"{place}: several model plugins read model_type '{model_type}': {', '.join(names)}; uninstall all but one")
+    cls = registry.load("model", names[0], ModelPlugin, KINDS["model"].apis)
+    assert issubclass(cls, ModelPlugin)
+    try:
+        return cls.from_hf(config)
+    except UserError as error:
+        raise UserError(f"{place}: {error}") from None
+
+
+def plugin_name(config: Mapping[str, Any]) -> str | None:
+    """The name of the plugin that reads this architecture; None where there is none, or several."""
+    names = _model_types().get(str(config.get("model_type")), [])
+    return names[0] if len(names) == 1 else None
+
+
+def _model_types() -> dict[str, list[str]]:
+    """model_type → the plugins that declare it, read from their sources without importing them."""
+    found: dict[str, list[str]] = {}
+    for entry in registry.entries("model"):
+        for model_type in registry.literal(entry, "hf_model_types", ()):
+            found.setdefault(model_type, []).append(entry.name)
+    return found

@@ -1,0 +1,270 @@
+"""What the architectures with rotary positions and RMSNorm share: the configuration's common part, the block, and the way through a model.
+
+Shape suffixes as in :mod:`fw_models.layers`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fw.errors import UserError
+from fw.kinds.attention import AttentionPlugin, Pattern
+from fw.kinds.model import CausalLM, HFTensor, Init, KVShape, Readout
+from fw_models.hf_config import HFNames, write
+from fw_models.layers import Angles, Attention, AttentionShape, GatedMLP, RMSNorm, Rope, RopeScaling, positions
+
+
+@dataclass
+class DecoderConfig:
+    """The shape of a decoder, with Hugging Face's names."""
+
+    hidden_size: int = 512
+    """Width of the residual stream. Parameters grow with its square, activations in proportion."""
+    num_hidden_layers: int = 8
+    """Transformer blocks. Parameters and activations grow in proportion."""
+    num_attention_heads: int = 8
+    """Query heads."""
+    num_key_value_heads: int | None = None
+    """Key and value heads; divides the query heads. Empty for as many as those. The KV cache grows in proportion."""
+    head_dim: int | None = None
+    """Dimensions per head, even; empty for hidden_size ÷ num_attention_heads."""
+    intermediate_size: int = 1376
+    """Width of the feed-forward network. Parameters and activations grow in proportion."""
+    vocab_size: int | None = None
+    """Rows of the embedding; may exceed the tokenizer's. Empty for the tokenizer's. Logits take vocab_size × 4 bytes per token."""
+    max_position_embeddings: int | None = None
+    """Longest context the model claims to serve; empty for train.sequence_length. No effect on memory."""
+    rope_theta: float = 10000.0
+    """Base of the rotary frequencies."""
+    rope_scaling: RopeScaling | None = None
+    """How they are stretched over contexts longer than the weights were trained on; empty for not at all."""
+    rms_norm_eps: float = 1e-5
+    """Added to the mean square in RMSNorm."""
+    tie_word_embeddings: bool = False
+    """Use the embedding as output head too: saves vocab_size · hidden_size parameters, gradients and optimizer state."""
+    attention_dropout: float = 0.0
+    """Probability with which an attention weight is dropped in training."""
+    initializer_range: float = 0.02
+    """Standard deviation of the initial weights."""
+    depth_scaled_init: bool = True
+    """Divide it by sqrt(2 · layers) for the two projections of a block that add to the residual stream (GPT-2)."""
+    bos_token_id: int | None = None
+    """Id that begins a text, written to config.json; empty for the tokenizer's."""
+    eos_token_id: list[int] | None = None
+    """Ids that end a generation, written to config.json; empty for the tokenizer's."""
+    pad_token_id: int | None = None
+    """Id of padding: looking it up trains nothing, as in transformers. Empty for none."""
+
+    def __post_init__(self) -> None:
+        shape = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size")
+        for name in (*shape, "vocab_size", "max_position_embeddings", "sliding_window"):
+            value = getattr(self, name, None)
+            if value is not None and value < 1:
+                raise UserError(f"model.{name}: {value} is too small; the least is 1")
+        if self.rope_theta <= 0 or self.rms_norm_eps < 0 or self.initializer_range < 0:
+            raise UserError("model.rope_theta must be above 0, model.rms_norm_eps and model.initializer_range not below")
+        if not 0 <= self.attention_dropout < 1:
+            raise UserError(f"model.attention_dropout: {self.attention_dropout} is not between 0 and 1")
+        if self.num_attention_heads % self.kv_heads:
+            raise UserError(f"model.num_key_value_heads: {self.kv_heads} does not divide num_attention_heads {self.num_attention_heads}")
+        if self.head_dim is None and self.hidden_size % self.num_attention_heads:
+            raise UserError(
+                f"model.num_attention_heads: {self.num_attention_heads} does not divide hidden_size {self.hidden_size}; set model.head_dim"
+            )
+        if self.head_size % 2:
+            raise UserError(f"model.head_dim: {self.head_size} is odd; rotary embedding turns pairs")
+        scaling = self.rope_scaling
+        if scaling is not None and scaling.needs_context and self.max_position_embeddings is None:
+            raise UserError(f"model.rope_scaling: rope_type {scaling.rope_type} needs model.max_position_embeddings; set it")
+
+    @property
+    def kv_heads(self) -> int:
+        """Key and value heads, the default filled in."""
+        return self.num_attention_heads if self.num_key_value_heads is None else self.num_key_value_heads
+
+    @property
+    def head_size(self) -> int:
+        """Dimensions per head, the default filled in."""
+        return self.head_dim or self.hidden_size // self.num_attention_heads
+
+    def window(self, layer: int) -> int | None:
+        """How far back block ``layer`` sees; None for all."""
+        return None
+
+    def rope(self, layer: int) -> Rope:
+        """The rotary embedding of block ``layer``."""
+        return Rope(self.head_size, self.rope_theta, self.rope_scaling, self.max_position_embeddings)
+
+    def attention_shape(self) -> AttentionShape:
+        """What the blocks' attention is."""
+        return AttentionShape(self.hidden_size, self.num_attention_heads, self.kv_heads, self.head_size, dropout=self.attention_dropout)
+
+
+class Block(nn.Module):
+    """``x + attention(norm(x))``, then ``x + mlp(norm(x))``."""
+
+    def __init__(self, config: DecoderConfig, attention: Attention, mlp: nn.Module) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = attention
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = mlp
+
+    def forward(self, x_BLD: Tensor, angles: Angles, plan: Any) -> Tensor | tuple[Tensor, Tensor]:
+        """``[B, L, D]`` → ``[B, L, D]``, with the router's logits ``[B, L, E]`` where the block has one."""
+        x_BLD = x_BLD + self.self_attn(self.input_layernorm(x_BLD), angles, plan)
+        out = self.mlp(self.post_attention_layernorm(x_BLD))
+        return (x_BLD + out[0], out[1]) if isinstance(out, tuple) else x_BLD + out
+
+
+class Decoder(CausalLM):
+    """Embedding, blocks, final norm, head. An architecture says what a block is and how its config.json reads."""
+
+    hf: ClassVar[HFNames]
+    hf_prefix: ClassVar[str] = "model."
+    config: DecoderConfig
+
+    def __init__(self, config: DecoderConfig, vocab_size: int, sequence_length: int, attention: AttentionPlugin) -> None:
+        super().__init__()
+        if config.pad_token_id is not None and not -vocab_size <= config.pad_token_id < vocab_size:
+            raise UserError(f"model.pad_token_id: {config.pad_token_id} is no row of an embedding of {vocab_size}")
+        self.config = config
+        self.vocab_size = vocab_size
+        self.context = config.max_position_embeddings or sequence_length
+        self.attention = attention
+        self.embed_tokens = nn.Embedding(vocab_size, config.hidden_size, padding_idx=config.pad_token_id)
+        self.layers = nn.ModuleList(self.block(layer) for layer in range(config.num_hidden_layers))
+        self.norm = self.final_norm()
+        self.lm_head = None if config.tie_word_embeddings else nn.Linear(config.hidden_size, vocab_size, bias=False)
+
+    def block(self, layer: int) -> nn.Module:
+        """Block number ``layer``."""
+        config = self.config
+        return Block(config, Attention(config.attention_shape(), self.attention), GatedMLP(config.hidden_size, config.intermediate_size))
+
+    def final_norm(self) -> nn.Module:
+        """The norm before the head."""
+        return RMSNorm(self.config.hidden_size, self.config.rms_norm_eps)
+
+    @property
+    def blocks(self) -> Sequence[nn.Module]:
+        """The transformer blocks, in order."""
+        return list(self.layers)
+
+    @property
+    def kv_shapes(self) -> Sequence[KVShape]:
+        """Keys and values of each block."""
+        c = self.config
+        return [KVShape(c.kv_heads, c.head_size, c.window(layer)) for layer in range(c.num_hidden_layers)]
+
+    def forward(
+        self, ids_BL: Tensor, *, positions_BL: Tensor | None = None, segments_BL: Tensor | None = None, readout: Readout | None = None
+    ) -> Tensor:
+        """Logits ``[B, L, V]``, or what ``readout`` makes of the hidden states."""
+        if positions_BL is None:
+            positions_BL = positions(ids_BL, segments_BL)
+        windows = [self.config.window(layer) for layer in range(len(self.layers))]
+        ropes = [self.config.rope(layer) for layer in range(len(self.layers))]
+        # Once per forward for all blocks that share them.
+        plans = {w: self.attention.plan(Pattern(ids_BL.shape[1], w, segments_BL), ids_BL.device) for w in dict.fromkeys(windows)}
+        angles = {rope: rope.angles(positions_BL) for rope in dict.fromkeys(ropes)}
+        x_BLD = self.embed(ids_BL)
+        routed: list[Tensor] = []
+        for layer, window, rope in zip(self.layers, windows, ropes, strict=True):
+            x_BLD = layer(x_BLD, angles[rope], plans[window])
+            if isinstance(x_BLD, tuple):
+                x_BLD, logits_BLE = x_BLD
+                routed.append(logits_BLE)
+        x_BLD = self.norm(x_BLD)
+        if readout is None:
+            return self.head(x_BLD)
+        return readout(x_BLD, self.head, self.auxiliary_loss(routed, segments_BL) if self.training and routed else None)
+
+    def embed(self, ids_BL: Tensor) -> Tensor:
+        """``[B, L]`` → ``[B, L, D]``."""
+        return self.embed_tokens(ids_BL)
+
+    def head(self, x_BLD: Tensor) -> Tensor:
+        """``[…, D]`` → ``[…, V]``."""
+        # Tied weights are one parameter used twice, never two names for one: nothing to keep in step when it is sharded or loaded.
+        if self.lm_head is None:
+            return F.linear(x_BLD, self.embed_tokens.weight)
+        return self.lm_head(x_BLD)
+
+    def auxiliary_loss(self, routed: Sequence[Tensor], segments_BL: Tensor | None) -> Tensor | None:
+        """What the routers add to the loss, weighted, from their logits ``[B, L, E]``."""
+        return None
+
+    def init(self, name: str) -> Init:
+        """Normal weights, biases zero; norms start at one."""
+        if "norm" in name:
+            return Init(value=1.0)
+        if name.endswith(".bias"):
+            return Init(value=0.0)
+        std = self.config.initializer_range
+        if self.config.depth_scaled_init and name.removesuffix(".weight").endswith(("o_proj", "down_proj")):
+            std /= math.sqrt(2 * self.config.num_hidden_layers)
+        return Init(std=std)
+
+    def undecayed(self) -> frozenset[str]:
+        """Norms, biases and the embedding, also where it serves as head."""
+        return frozenset(name for name, p in self.named_parameters() if p.dim() < 2 or name.startswith("embed_tokens"))
+
+    def flops_per_token(self, sequence_length: int) -> float:
+        """``6 · (parameters in matrix products) + 12 · Σ_layers heads · head_dim · min(length, window)``.
+
+        Chowdhery et al. 2022, appendix B (https://arxiv.org/abs/2204.02311): 2 per multiply-add, forward once and backward twice; the
+        attention product is counted in full, as there, though half of it is masked. Looking up an embedding is no product. Of experts
+        count those that a token is sent to.
+        """
+        c = self.config
+        outside = sum(p.numel() for p in self.parameters() if p.dim() < 2)
+        if self.lm_head is not None:
+            outside += self.embed_tokens.weight.numel()
+        seen = sum(min(sequence_length, shape.window or sequence_length) for shape in self.kv_shapes)
+        return 6.0 * (self.active_parameters() - outside) + 12.0 * c.num_attention_heads * c.head_size * seen
+
+    def hf_config(self) -> dict[str, Any]:
+        """``config.json`` of transformers' class for this architecture."""
+        filled = {"vocab_size": self.vocab_size, "max_position_embeddings": self.context}
+        return write(self.config, self.hf, filled)
+
+    def hf_tensors(self, name: str) -> Sequence[HFTensor]:
+        """``layers.0.mlp.up_proj.weight`` → ``model.layers.0.mlp.up_proj.weight``; the head stands outside ``model``."""
+        return (HFTensor(name if name.startswith("lm_head.") else f"model.{name}"),)
+
+    def hf_repeated(self) -> Mapping[str, str]:
+        """A tied head, which some files hold besides."""
+        return {"lm_head.weight": "model.embed_tokens.weight"} if self.lm_head is None else {}
+
+    def hf_superfluous(self, name: str) -> bool:
+        """Rotary frequencies, which files written by old versions of transformers hold."""
+        return name.endswith(".rotary_emb.inv_freq")
+
+
+def full_windows(layer_types: Sequence[str], window: int | None, layer: int) -> int | None:
+    """The window of a block by Hugging Face's ``layer_types``: ``sliding_attention`` or ``full_attention``."""
+    return window if layer_types[layer] == "sliding_attention" else None
+
+
+def check_layer_types(layer_types: Sequence[str] | None, layers: int, window: int | None) -> None:
+    """Refuse a list of the wrong length, with unknown words, or with a window nobody gave.
+
+    Raises:
+        UserError: what is wrong with model.layer_types.
+    """
+    if layer_types is None:
+        return
+    if len(layer_types) != layers:
+        raise UserError(f"model.layer_types: {len(layer_types)} entries for {layers} layers")
+    for word in layer_types:
+        if word not in ("sliding_attention", "full_attention"):
+            raise UserError(f"model.layer_types: '{word}' is neither sliding_attention nor full_attention")
+    if "sliding_attention" in layer_types and window is None:
+        raise UserError("model.layer_types: sliding_attention needs model.sliding_window; set it")

@@ -1,0 +1,206 @@
+"""Any causal language model of transformers behind the contract of a model: its blocks found, its buffers kept, its names its own."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._device import _device_constructors
+
+from fw.errors import UserError
+from fw.kinds.model import CausalLM, HFTensor, Init, KVShape, Readout
+from fw_models.layers import positions
+
+
+class _WeightsOnMeta(TorchFunctionMode):
+    """What modules allocate empty, their weights, goes to the meta device; what they compute, their buffers, is computed."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _device_constructors() and kwargs.get("device") is None:
+            kwargs["device"] = "meta" if func in (torch.empty, torch.empty_strided, torch.empty_permuted) else "cpu"
+        return func(*args, **kwargs)
+
+
+class HFCausalLM(CausalLM):
+    """A model of transformers.
+
+    ``readout`` gets finished logits and a head that does nothing, since families scale, cap and shift them in ways of their own: whoever
+    wants to avoid logits of a whole batch needs a reference model. What a mixture of experts adds to its loss is not added.
+    """
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        """``make`` builds the model of transformers; it is called once."""
+        super().__init__()
+        with _WeightsOnMeta():
+            self.hf: Any = make()
+        self._values = {name: buffer.clone() for name, buffer in self.hf.named_buffers()}
+        self.hf.to("meta")
+        self.hf.tie_weights()
+        self.text: Any = self.hf.config.get_text_config()
+        self.vocab_size = self.text.vocab_size
+        self.hf_prefix = f"{self.hf.base_model_prefix}."  # type: ignore[misc]
+        self._blocks = _find_blocks(self.hf)
+        self._takes_positions = "position_ids" in inspect.signature(self.hf.forward).parameters
+        self._isolates: bool | None = None
+        self._file_names = _file_names(self.hf)
+
+    @property
+    def blocks(self) -> Sequence[nn.Module]:
+        """The modules that transformers says must not be split."""
+        return self._blocks
+
+    def forward(
+        self, ids_BL: Tensor, *, positions_BL: Tensor | None = None, segments_BL: Tensor | None = None, readout: Readout | None = None
+    ) -> Tensor:
+        """Logits ``[B, L, V]``, or what ``readout`` makes of them.
+
+        Raises:
+            UserError: segments or positions for a family that takes no positions, or both: transformers tells documents by them.
+        """
+        given = segments_BL is not None or positions_BL is not None
+        if given and not self._takes_positions:
+            raise UserError(f"{type(self.hf).__name__} takes no positions, so documents cannot share a row; give one document per row")
+        if segments_BL is not None:
+            if positions_BL is not None:
+                raise UserError("a model of transformers tells documents by their positions; give segments or positions, not both")
+            if self._isolates is None:
+                self._isolates = self._documents_stay_apart(ids_BL.device)
+            if not self._isolates:
+                raise UserError(f"{type(self.hf).__name__} lets documents that share a row see each other; give one document per row")
+            # Positions begin again with each segment, padding included, and that is what transformers separates rows by.
+            positions_BL = positions(ids_BL, segments_BL)
+        places = {"position_ids": positions_BL} if given else {}
+        if positions_BL is not None and segments_BL is None:
+            places["attention_mask"] = torch.ones_like(ids_BL)  # a jump in positions is no new document then
+        logits_BLV: Tensor = self.hf(input_ids=ids_BL, use_cache=False, **places).logits
+        return logits_BLV if readout is None else readout(logits_BLV, _as_it_is, None)
+
+    @torch.no_grad()
+    def _documents_stay_apart(self, device: torch.device) -> bool:
+        """Whether this family honours positions that begin again: not all do, and those that do not say nothing. Two short documents in a
+        row, the second one compared with itself alone; once, on all ranks at the same time."""
+        training = self.hf.training
+        self.hf.eval()
+        ids_1L = torch.arange(8, device=device)[None] % self.vocab_size
+        places_1L = torch.arange(4, device=device).repeat(2)[None]
+        together = self.hf(input_ids=ids_1L, position_ids=places_1L, use_cache=False).logits[:, 4:]
+        alone = self.hf(input_ids=ids_1L[:, 4:], use_cache=False).logits
+        self.hf.train(training)
+        tolerance = 1e-3 if alone.dtype == torch.float32 else 5e-2
+        return bool((together - alone).float().norm() <= tolerance * alone.float().norm())
+
+    def init(self, name: str) -> Init:
+        """A family's own initial weights are not known here.
+
+        Raises:
+            UserError: always; such a model begins from its directory's weights.
+        """
+        raise UserError(f"model hf: '{name}' has no initial value; a model of transformers begins from its directory's weights")
+
+    def undecayed(self) -> frozenset[str]:
+        """Norms, biases and embeddings."""
+        tables = {id(m.weight) for m in self.modules() if isinstance(m, nn.Embedding)}
+        return frozenset(name for name, p in self.named_parameters() if p.dim() < 2 or id(p) in tables)
+
+    def flops_per_token(self, sequence_length: int) -> float:
+        """``6 · (parameters in matrix products) + 12 · layers · heads · head_dim · length``, as for the reference models; experts that a
+        token is not sent to are counted too."""
+        head = self.hf.get_output_embeddings()
+        tables = {id(m.weight): m.weight.numel() for m in self.modules() if isinstance(m, nn.Embedding)}
+        if head is not None:
+            tables.pop(id(head.weight), None)  # a tied table is a product once
+        products = sum(p.numel() for p in self.parameters() if p.dim() > 1) - sum(tables.values())
+        shapes = self.kv_shapes
+        heads = getattr(self.text, "num_attention_heads", shapes[0].heads)
+        return 6.0 * products + 12.0 * sum(heads * shape.head_dim * sequence_length for shape in shapes)
+
+    @property
+    def kv_shapes(self) -> Sequence[KVShape]:
+        """By the configuration's usual fields."""
+        text = self.text
+        heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+        head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        return [KVShape(heads, head_dim)] * len(self._blocks)
+
+    def hf_config(self) -> dict[str, Any]:
+        """As transformers writes it."""
+        fields: dict[str, Any] = {**self.hf.config.to_diff_dict(), "architectures": [type(self.hf).__name__]}
+        fields.pop("dtype", None)
+        return fields
+
+    def hf_tensors(self, name: str) -> Sequence[HFTensor]:
+        """The name transformers writes to a file, which for some families is not the one in memory."""
+        return (HFTensor(self._file_names[name.removeprefix("hf.")]),)
+
+    def hf_repeated(self) -> Mapping[str, str]:
+        """Tied weights that files may hold besides."""
+        own = {tensor.name for name in self.stored() for tensor in self.hf_tensors(name)}
+        tied: Mapping[str, str] = self.hf.all_tied_weights_keys
+        return {name: source for name, source in tied.items() if name not in own}
+
+    def hf_superfluous(self, name: str) -> bool:
+        """What transformers itself expects to find besides, and buffers that are computed."""
+        patterns = [*(self.hf._keys_to_ignore_on_load_unexpected or ()), r"\.rotary_emb\.inv_freq$"]
+        return name in self._values or any(re.search(pattern, name) for pattern in patterns)
+
+    def stored(self) -> dict[str, Tensor]:
+        """Parameters, and buffers that transformers stores."""
+        kept = set(self.state_dict(keep_vars=True))
+        return {**super().stored(), **{name: buffer for name, buffer in self.named_buffers() if name in kept}}
+
+    def materialise(self, device: torch.device) -> None:
+        """Storage for parameters; tied ones tied again; buffers as they were computed, in their own dtypes."""
+        self.to_empty(device=device)
+        self.hf.tie_weights()
+        for name, value in self._values.items():
+            module, _, leaf = name.rpartition(".")
+            self.hf.get_submodule(module)._buffers[leaf] = value.to(device)
+
+
+def _file_names(model: Any) -> dict[str, str]:
+    """Name in memory → name in files of current transformers.
+
+    Raises:
+        UserError: the family keeps several tensors of a file as one, which only transformers' own loader takes apart.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import PrefixChange, WeightConverter
+
+    transforms = get_model_conversion_mapping(model, add_legacy=False)
+    # As transformers does when it writes: a change of prefix is only taken back where it was seen while reading.
+    backwards = [t.reverse_transform() for t in reversed(transforms) if not isinstance(t, PrefixChange)]
+    names = {}
+    for name in model.state_dict(keep_vars=True):
+        names[name] = name
+        for back in backwards:
+            renamed, matched = back.rename_source_key(names[name])
+            if matched is not None and isinstance(back, WeightConverter):
+                raise UserError(f"model hf: {type(model).__name__} keeps tensors of its files as one ({name}), which is not supported")
+            names[name] = renamed
+    return names
+
+
+def _as_it_is(logits: Tensor) -> Tensor:
+    return logits
+
+
+def _find_blocks(model: Any) -> list[nn.Module]:
+    """The modules of the classes that the family declares unsplittable; else the longest list of modules of one class.
+
+    Raises:
+        UserError: there is neither.
+    """
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    found = [module for module in model.modules() if type(module).__name__ in names and not isinstance(module, nn.Embedding)]
+    if found:
+        return found
+    lists = [list(m) for m in model.modules() if isinstance(m, nn.ModuleList) and len({type(item) for item in m}) == 1]
+    if not lists:
+        raise UserError(f"{type(model).__name__}: no repeated blocks found, which sharding and recomputation work by")
+    return max(lists, key=len)

@@ -1,0 +1,1 @@
+"""Published shapes under their usual names; every field can be overridden."""

@@ -1,0 +1,88 @@
+"""A rank of test_architectures: every model directory given trains three steps on one rank and under fsdp, and is written from there.
+
+torchrun --nproc-per-node 2 train_architectures.py DIRECTORY ...
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from fw.assemble import assemble
+from fw.config import load
+from fw.kinds.checkpoint import Snapshot, parts
+from fw.kinds.data import IGNORED
+from fw.pretrained.load import write_json
+from fw.recipe import World, current_world, resolve
+from fw.training.strategy import leave
+
+STEPS = 3
+
+
+def micro_batches(vocabulary: int) -> list[dict[str, torch.Tensor]]:
+    """Two, with documents that share rows and with padding."""
+    generator = torch.Generator().manual_seed(5)
+    ids = torch.randint(min(vocabulary, 90), (2, 2, 24), generator=generator)
+    segments = torch.tensor([1] * 9 + [2] * 12 + [0] * 3).expand(2, 2, 24)
+    labels = ids.roll(-1, -1).masked_fill(segments == 0, IGNORED)
+    return [{"input_ids": i, "labels": y, "segments": s} for i, y, s in zip(ids, labels, segments, strict=True)]
+
+
+def train(path: str, name: str, sharding: str, mesh) -> tuple[list[float], object]:
+    recipe = resolve(
+        load("tiny.yaml", [f"model={{name: {name}, path: {path}}}", f"sharding={sharding}"]), current_world() if mesh else World()
+    )
+    made = assemble(recipe, recipe.model.vocab_size, mesh, torch.device("cpu"))
+    made.model.train()
+    batches = micro_batches(recipe.model.vocab_size)
+    count = sum(recipe.objective.count(batch) for batch in batches)
+    mine = batches if mesh is None else batches[dist.get_rank() : dist.get_rank() + 1]
+    numbers = []
+    for _ in range(STEPS):
+        total = torch.zeros(())
+        for number, batch in enumerate(mine):
+            with made.stepper.micro_batch(number == len(mine) - 1), made.stepper.forward_context():
+                loss = recipe.objective.loss_sum(made.stepper.module, batch) / count
+                made.stepper.backward(loss)
+            total += loss.detach()
+        if mesh is not None:
+            dist.all_reduce(total)
+        numbers += [total.item(), made.stepper.step(1.0).grad_norm.item()]
+    return numbers, (recipe, made)
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
+    for path in sys.argv[1:]:
+        name = "hf" if "hf-" in path else "auto"
+        alone, _ = train(path, name, "single", None)
+        together, (recipe, made) = train(path, name, "fsdp", mesh)
+        worst = max(abs(a - b) / abs(a) for a, b in zip(alone, together, strict=True))
+        assert worst < 1e-5, (path, alone, together)
+        assert alone[-2] < alone[0], "it must learn something"
+        weights = parts(made.model, {n: t.detach() for n, t in made.model.stored().items()})
+        kept = sum(p.to_local().nbytes for p in made.model.parameters())
+        whole = sum(p.numel() * 4 for p in made.model.parameters())
+        assert kept < 0.6 * whole, (path, kept, whole)
+
+        def files(directory: Path, model=made.model) -> None:
+            write_json(directory / "config.json", model.hf_config())
+
+        snapshot = Snapshot(STEPS, weights, made.stepper.optimizer_tensors(), {}, {}, files)
+        saved = recipe.checkpoint.save(Path(path) / "trained", snapshot)
+        # And read again, into shards.
+        before = {n: p.full_tensor().clone() for n, p in made.model.named_parameters()}
+        for parameter in made.model.parameters():
+            torch.nn.init.zeros_(parameter.data)
+        recipe.checkpoint.open(saved).weights(made.model)
+        for n, p in made.model.named_parameters():
+            assert torch.equal(p.full_tensor(), before[n]), (path, n)
+    leave()
+
+
+main()
