@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -48,7 +49,7 @@ class HFCausalLM(CausalLM):
         self._blocks = _find_blocks(self.hf)
         self._takes_positions = "position_ids" in inspect.signature(self.hf.forward).parameters
         self._isolates: bool | None = None
-        self._file_names = _file_names(self.hf)
+        self._in_files = _in_files(self.hf)
 
     @property
     def blocks(self) -> Sequence[nn.Module]:
@@ -135,8 +136,8 @@ class HFCausalLM(CausalLM):
         return fields
 
     def hf_tensors(self, name: str) -> Sequence[HFTensor]:
-        """The name transformers writes to a file, which for some families is not the one in memory."""
-        return (HFTensor(self._file_names[name.removeprefix("hf.")]),)
+        """As transformers writes it to a file, which for some families is not as it is in memory: experts are stacked there."""
+        return self._in_files[name.removeprefix("hf.")]
 
     def hf_repeated(self) -> Mapping[str, str]:
         """Tied weights that files may hold besides."""
@@ -163,27 +164,51 @@ class HFCausalLM(CausalLM):
             self.hf.get_submodule(module)._buffers[leaf] = value.to(device)
 
 
-def _file_names(model: Any) -> dict[str, str]:
-    """Name in memory → name in files of current transformers.
+def _in_files(model: Any) -> dict[str, Sequence[HFTensor]]:
+    """Name in memory → what it is in files of current transformers.
 
     Raises:
-        UserError: the family keeps several tensors of a file as one, which only transformers' own loader takes apart.
+        UserError: the family keeps tensors of its files in a way that only transformers' own loader takes apart.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import PrefixChange, WeightConverter
 
     transforms = get_model_conversion_mapping(model, add_legacy=False)
     # As transformers does when it writes: a change of prefix is only taken back where it was seen while reading.
-    backwards = [t.reverse_transform() for t in reversed(transforms) if not isinstance(t, PrefixChange)]
-    names = {}
-    for name in model.state_dict(keep_vars=True):
-        names[name] = name
-        for back in backwards:
-            renamed, matched = back.rename_source_key(names[name])
-            if matched is not None and isinstance(back, WeightConverter):
-                raise UserError(f"model hf: {type(model).__name__} keeps tensors of its files as one ({name}), which is not supported")
-            names[name] = renamed
-    return names
+    kept = [t for t in reversed(transforms) if not isinstance(t, PrefixChange)]
+    found: dict[str, Sequence[HFTensor]] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        stored: Sequence[HFTensor] = (HFTensor(name),)
+        for transform in kept:
+            if isinstance(transform, WeightConverter) and transform.reverse_transform().rename_source_key(name)[1] is not None:
+                stored = _taken_apart(name, tensor.shape, transform)
+                if not stored:
+                    raise UserError(f"model hf: {type(model).__name__} keeps tensors of its files in a way not supported ({name})")
+                break
+        for transform in kept:
+            if not isinstance(transform, WeightConverter):
+                back = transform.reverse_transform()
+                stored = [replace(part, name=back.rename_source_key(part.name)[0]) for part in stored]
+        found[name] = stored
+    return found
+
+
+def _taken_apart(name: str, shape: Sequence[int], transform: Any) -> Sequence[HFTensor]:
+    """The tensors of a stack of experts, each perhaps of several projections one below the other; empty for anything else."""
+    steps = [(type(operation).__name__, getattr(operation, "dim", None)) for operation in transform.operations]
+    sources, targets = transform._original_source_patterns, transform._original_target_patterns
+    stacked, joined = [("MergeModulelist", 0)], [("MergeModulelist", 0), ("Concatenate", 1)]
+    if len(targets) != 1 or (steps != joined and (steps != stacked or len(sources) != 1)) or any(s.count("*") != 1 for s in sources):
+        return ()
+    prefix, own, rest = name.rpartition(targets[0])
+    if not own or rest or shape[1] % len(sources):
+        return ()
+    height = shape[1] // len(sources)
+    return [
+        HFTensor(prefix + source.replace("*", str(expert)), expert, (i * height, (i + 1) * height) if len(sources) > 1 else None)
+        for expert in range(shape[0])
+        for i, source in enumerate(sources)
+    ]
 
 
 def _as_it_is(logits: Tensor) -> Tensor:

@@ -68,16 +68,16 @@ class TensorFiles:
     @torch.no_grad()
     def fill(self, name: str, part: Part) -> None:
         """Copy into what this rank keeps of ``part``, in its dtype."""
-        local, where = local_part(part.tensor)
-        if part.index is not None:
-            row = part.index - where[0].start
-            if not 0 <= row < local.shape[0]:
-                return
-            local, where = local[row], where[1:]
-        if part.transposed:
-            local, where = local.t(), where[::-1]
-        if local.numel():
-            local.copy_(self.where[name].get_slice(name)[where] if where else self.whole(name))
+        local, kept = local_part(part.tensor)
+        region = part.region
+        both = [slice(max(k.start, r.start), min(k.stop, r.stop)) for k, r in zip(kept, region, strict=True)]
+        if any(s.stop <= s.start for s in both):
+            return
+        target = part.as_in_file(local[tuple(slice(s.start - k.start, s.stop - k.start) for s, k in zip(both, kept, strict=True))])
+        wanted = [slice(s.start - r.start, s.stop - r.start) for s, r in zip(both, region, strict=True)][part.of.index is not None :]
+        if part.of.transposed:
+            wanted.reverse()
+        target.copy_(self.where[name].get_slice(name)[tuple(wanted)] if wanted else self.whole(name))
 
 
 def load_weights(files: TensorFiles, model: CausalLM) -> None:

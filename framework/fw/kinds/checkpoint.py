@@ -11,46 +11,53 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from fw.kinds.model import CausalLM
+from fw.kinds.model import CausalLM, HFTensor
 from fw.registry import Plugin
+
+_ALL = HFTensor("")
 
 
 @dataclass(frozen=True)
 class Part:
-    """A tensor of a file, where it is kept: a parameter, or a slice of one, as :class:`fw.kinds.model.HFTensor` says.
-
-    Attributes:
-        tensor: the parameter; a DTensor where it is sharded.
-        index: the slice of its first dimension; None for the whole.
-        transposed: whether the file holds it transposed.
-    """
+    """A tensor of a file, where it is kept: ``tensor`` is a parameter, a DTensor where it is sharded, of which it is the part ``of``."""
 
     tensor: Tensor
-    index: int | None = None
-    transposed: bool = False
+    of: HFTensor = _ALL
+
+    @property
+    def region(self) -> tuple[slice, ...]:
+        """What it is of the parameter; as many slices as that has dimensions."""
+        region = [slice(0, size) for size in self.tensor.shape]
+        if self.of.index is not None:
+            region[0] = slice(self.of.index, self.of.index + 1)
+        if self.of.rows is not None:
+            region[self.of.index is not None] = slice(*self.of.rows)
+        return tuple(region)
+
+    def as_in_file(self, region: Tensor) -> Tensor:
+        """What is there of :attr:`region`, or of a part of it, laid out as in the file; a view."""
+        region = region if self.of.index is None else region.squeeze(0)
+        return region.t() if self.of.transposed else region
 
     @property
     def shape(self) -> tuple[int, ...]:
         """In the file."""
-        shape = tuple(self.tensor.shape if self.index is None else self.tensor.shape[1:])
-        return shape[::-1] if self.transposed else shape
+        sizes = [s.stop - s.start for s in self.region][self.of.index is not None :]
+        return tuple(sizes[::-1] if self.of.transposed else sizes)
 
     @property
     def dtype(self) -> torch.dtype:
         """In the file."""
         return self.tensor.dtype
 
-    def of(self, whole: Tensor) -> Tensor:
-        """This part of the parameter, given all of it; laid out as in the file."""
-        part = whole if self.index is None else whole[self.index]
-        return part.t() if self.transposed else part
+    def whole(self, parameter: Tensor) -> Tensor:
+        """All of it, from all of the parameter; a view."""
+        return self.as_in_file(parameter[self.region])
 
 
 def parts(model: CausalLM, tensors: Mapping[str, Tensor]) -> dict[str, Part]:
     """Tensors by the model's names, as a Hugging Face file names and holds them."""
-    return {
-        stored.name: Part(tensor, stored.index, stored.transposed) for name, tensor in tensors.items() for stored in model.hf_tensors(name)
-    }
+    return {stored.name: Part(tensor, stored) for name, tensor in tensors.items() for stored in model.hf_tensors(name)}
 
 
 @dataclass(frozen=True)

@@ -36,11 +36,13 @@ class HFTensor:
     Attributes:
         name: in the file.
         index: the slice of the parameter's first dimension it is (one expert of a stack); None for the whole.
+        rows: first and one past the last row of that slice it is (gate and up projections in one); None for all.
         transposed: whether the file holds it transposed (GPT-2's Conv1D).
     """
 
     name: str
     index: int | None = None
+    rows: tuple[int, int] | None = None
     transposed: bool = False
 
 

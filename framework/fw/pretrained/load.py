@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from collections.abc import Callable, Mapping
@@ -21,10 +22,7 @@ from fw.errors import UserError
 from fw.kinds import KINDS
 from fw.kinds.attention import AttentionPlugin
 from fw.kinds.checkpoint import parts
-from fw.kinds.model import CausalLM
-from fw.locate import find
-from fw.pretrained.directory import read_config
-from fw.pretrained.reading import plugin_for
+from fw.kinds.model import CausalLM, ModelPlugin
 
 if TYPE_CHECKING:
     from fw.tokenizer import Tokenizer
@@ -37,6 +35,7 @@ def load_model(
     dtype: torch.dtype = torch.float32,
     device: str | torch.device = "cpu",
     attention: str = "sdpa",
+    model: str = "auto",
 ) -> CausalLM:
     """The model of a directory in evaluation mode; ``model(ids)`` maps ids ``[B, L]`` to logits ``[B, L, V]``.
 
@@ -46,22 +45,26 @@ def load_model(
         path: a model directory, a run of fw's own (its latest checkpoint), or ``org/name`` of the hub.
         dtype: of the parameters, whatever the files hold.
         attention: an attention plugin, by name.
+        model: a model plugin that takes a ``path``: ``auto`` picks a reference architecture, ``hf`` runs transformers' own code.
 
     Raises:
         UserError: no such model, an architecture or a field that is not honoured, or weights that do not fit.
     """
-    directory = find(path)
-    plugin = plugin_for(directory, read_config(directory))
+    model_cls = registry.load("model", model, ModelPlugin, KINDS["model"].apis)
+    if "path" not in {field.name for field in dataclasses.fields(model_cls.Config)}:
+        raise UserError(f"model '{model}' takes no path, so no directory can be loaded with it; use auto or hf")
+    plugin = model_cls(model_cls.Config(path=str(path)))
+    assert isinstance(plugin, ModelPlugin) and plugin.weights is not None
     kind = KINDS["attention"]
     attention_cls = registry.load("attention", attention, kind.load_contract(), kind.apis)
     chosen = attention_cls(attention_cls.Config())
     assert isinstance(chosen, AttentionPlugin)
     assert plugin.vocab_size is not None, "config.json says it, or transformers' default does"
     with torch.device("meta"):
-        model = plugin.build(plugin.vocab_size, 1, chosen).to(dtype)
-    model.materialise(torch.device(device))
-    load_weights(TensorFiles(directory), model)
-    return model.eval()
+        made = plugin.build(plugin.vocab_size, 1, chosen).to(dtype)
+    made.materialise(torch.device(device))
+    load_weights(TensorFiles(plugin.weights), made)
+    return made.eval()
 
 
 def save_model(
@@ -76,7 +79,7 @@ def save_model(
 
     def value(name: str) -> Tensor:
         tensor = tensors[name].tensor
-        return tensors[name].of(tensor.full_tensor() if isinstance(tensor, DTensor) else tensor)
+        return tensors[name].whole(tensor.full_tensor() if isinstance(tensor, DTensor) else tensor)
 
     dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
     with new_directory(Path(path), overwrite) as directory:

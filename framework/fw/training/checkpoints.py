@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from fw.kinds.launcher import OUTCOME_DIR
 from fw.recipe import Recipe, current_world
 from fw.training import run_dir
 from fw.training.module import TrainingModule, rng_state
+
+GENERATION = "generation_config.json"
 
 
 def find(recipe: Recipe, corpus: Corpus) -> Reader | None:
@@ -74,7 +77,9 @@ def save(recipe: Recipe, module: TrainingModule) -> Path:
             if hf.get(key) is None:
                 hf[key] = token_id
         (directory / "config.json").write_text(json.dumps(hf, indent=1) + "\n")
-        module.corpus.tokenizer.save(directory)
+        tokenizer.save(directory)
+        if recipe.model.weights is not None and (recipe.model.weights / GENERATION).is_file():
+            shutil.copyfile(recipe.model.weights / GENERATION, directory / GENERATION)
         run_dir.describe(recipe, directory)
 
     snapshot = Snapshot(

@@ -27,9 +27,15 @@ def grouped_linear(x_TD: Tensor, weight_EFD: Tensor, ends_E: Tensor) -> Tensor:
     return _multiply(x_TD, weight_EFD.transpose(1, 2), ends_E)
 
 
+def _has_kernel(x: Tensor, *sizes: int) -> bool:
+    """torch's grouped kernel: bf16, rows of whole 16 bytes, and a GPU that has it."""
+    aligned = all(size % 8 == 0 for size in sizes)
+    return x.is_cuda and x.dtype == torch.bfloat16 and aligned and torch.cuda.get_device_capability(x.device) >= (8, 0)
+
+
 @torch.library.custom_op("fw::grouped_mm", mutates_args=())
 def _multiply(x_TK: Tensor, weight_EKN: Tensor, ends_E: Tensor) -> Tensor:
-    if x_TK.is_cuda and x_TK.dtype == torch.bfloat16:
+    if _has_kernel(x_TK, x_TK.shape[1], weight_EKN.shape[2]):
         return torch._grouped_mm(x_TK.contiguous(), weight_EKN, offs=ends_E)
     out_TN = x_TK.new_empty(x_TK.shape[0], weight_EKN.shape[2])
     start = 0
@@ -48,8 +54,10 @@ def _(x_TK: Tensor, weight_EKN: Tensor, ends_E: Tensor) -> Tensor:
 @torch.library.custom_op("fw::grouped_outer", mutates_args=())
 def _outer(a_TM: Tensor, b_TN: Tensor, ends_E: Tensor) -> Tensor:
     """``aᵀ b`` of each group's rows, ``[E, M, N]``; zero for a group without rows."""
-    if a_TM.is_cuda and a_TM.dtype == torch.bfloat16:
-        return torch._grouped_mm(a_TM.contiguous().t(), b_TN.contiguous(), offs=ends_E)
+    if _has_kernel(a_TM, a_TM.shape[1], b_TN.shape[1]):
+        product_EMN = torch._grouped_mm(a_TM.contiguous().t(), b_TN.contiguous(), offs=ends_E)
+        rows_E = ends_E.diff(prepend=ends_E.new_zeros(1))
+        return product_EMN.masked_fill_((rows_E == 0)[:, None, None], 0)  # the kernel may leave a group without rows unwritten
     out_EMN = a_TM.new_empty(ends_E.shape[0], a_TM.shape[1], b_TN.shape[1])
     start = 0
     for group, end in enumerate(ends_E.tolist()):

@@ -123,7 +123,7 @@ def _write_files(directory: Path, files: Mapping[str, list[str]], tensors: Mappi
                 gathered = part.tensor, whole
             if writer is not None and failure is None and gathered[1] is not None:
                 try:
-                    writer.write(part.of(gathered[1]))
+                    writer.write(part.whole(gathered[1]))
                 except OSError as error:
                     failure = error
         if writer is not None:

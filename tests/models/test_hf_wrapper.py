@@ -1,0 +1,110 @@
+"""Families that fw does not implement, run by transformers' own code: built without bytes, filled by fw, equal to from_pretrained."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import fw
+
+_SHAPE = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
+_OLD = {"vocab_size": 97, "n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4}
+FAMILIES = {
+    "gpt_neox": {**_SHAPE, "rotary_pct": 0.5},
+    "phi": _SHAPE,
+    "phi3": {**_SHAPE, "pad_token_id": 0},
+    "olmo2": _SHAPE,
+    "cohere": _SHAPE,
+    "granite": {**_SHAPE, "logits_scaling": 3.0, "embedding_multiplier": 2.0},
+    "starcoder2": {**_SHAPE, "num_key_value_heads": 2, "tie_word_embeddings": True},
+    "stablelm": {**_SHAPE, "num_key_value_heads": 4},
+    "gptj": _OLD,
+    "gpt_neo": {"vocab_size": 97, "hidden_size": 32, "num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]]},
+    "opt": {
+        "vocab_size": 97,
+        "hidden_size": 32,
+        "ffn_dim": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "word_embed_proj_dim": 32,
+    },
+    "bloom": {"vocab_size": 97, "hidden_size": 32, "n_layer": 2, "n_head": 4},
+    "falcon": _SHAPE,
+    "olmoe": {**_SHAPE, "num_experts": 4, "num_experts_per_tok": 2},
+    "qwen2_moe": {
+        **_SHAPE,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 40,
+        "num_key_value_heads": 2,
+        "decoder_sparse_step": 2,
+    },
+}
+SHARED_ROWS_REFUSED = {"opt", "bloom", "falcon"}
+IDS = torch.randint(1, 97, (2, 24), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(params=FAMILIES)
+def family(request, tmp_path):
+    """Its name, its directory and transformers' model."""
+    config = AutoConfig.for_model(request.param, **FAMILIES[request.param], bos_token_id=1, eos_token_id=1)
+    torch.manual_seed(0)
+    theirs = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter += 0.1 * torch.randn_like(parameter)
+    theirs.save_pretrained(tmp_path / "theirs")
+    return request.param, tmp_path / "theirs", theirs
+
+
+def test_equals_transformers_in_and_out(family, tmp_path):
+    _, directory, theirs = family
+    ours = fw.load_model(directory, attention="eager", model="hf")
+    torch.testing.assert_close(ours(IDS), theirs(IDS).logits, atol=1e-5, rtol=0)
+    assert len({type(block) for block in ours.blocks}) == 1
+    assert len(ours.blocks) == theirs.config.num_hidden_layers
+    assert ours.flops_per_token(24) > 0 and 0 < len(ours.undecayed()) < len(list(ours.parameters()))
+    fw.save_model(ours, tmp_path / "ours")
+    before, after = load_file(directory / "model.safetensors"), load_file(tmp_path / "ours/model.safetensors")
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    back = AutoModelForCausalLM.from_pretrained(tmp_path / "ours", attn_implementation="eager")
+    torch.testing.assert_close(back(IDS).logits, theirs(IDS).logits, atol=1e-6, rtol=0)
+
+
+def test_bf16_keeps_what_transformers_keeps_in_fp32(family):
+    _, directory, _ = family
+    theirs = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16, attn_implementation="eager").eval()
+    ours = fw.load_model(directory, torch.bfloat16, attention="eager", model="hf")
+    torch.testing.assert_close(ours(IDS), theirs(IDS).logits, atol=1e-6, rtol=0)
+    buffers = dict(theirs.named_buffers())
+    for name, buffer in ours.hf.named_buffers():
+        assert buffer.dtype == buffers[name].dtype and torch.equal(buffer, buffers[name]), name
+
+
+def test_documents_share_a_row_only_where_the_family_keeps_them_apart(family):
+    name, directory, theirs = family
+    ours = fw.load_model(directory, attention="eager", model="hf")
+    segments = torch.tensor([[1] * 10 + [2] * 11 + [0] * 3, [0] * 4 + [1] * 20])
+    if name in SHARED_ROWS_REFUSED:
+        with pytest.raises(fw.UserError, match="one document per row"):
+            ours(IDS, segments_BL=segments)
+        return
+    packed = ours(IDS, segments_BL=segments)
+    for row, start, end in ((0, 0, 10), (0, 10, 21), (1, 4, 24)):
+        torch.testing.assert_close(packed[row, start:end], theirs(IDS[row : row + 1, start:end]).logits[0], atol=1e-5, rtol=0)
+    positions = torch.arange(24)[None] + torch.tensor([[0], [3]])
+    expected = theirs(IDS, position_ids=positions, attention_mask=torch.ones_like(IDS)).logits
+    torch.testing.assert_close(ours(IDS, positions_BL=positions), expected, atol=1e-5, rtol=0)
+
+
+def test_what_cannot_be_run_is_refused(tmp_path):
+    with pytest.raises(fw.UserError, match="takes no path"):
+        fw.load_model(tmp_path, model="llama")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "no_such_family"}))
+    with pytest.raises(fw.UserError, match="transformers does not read"):
+        fw.load_model(tmp_path, model="hf")
