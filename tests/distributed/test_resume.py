@@ -188,4 +188,4 @@ def test_a_model_of_another_shape_is_refused_with_the_differences(workspace):
     done = fw("train", "tiny.yaml", "resume=run", "model.num_hidden_layers=3", "train.run_dir=new", "train.max_steps=4")
     assert done.code != 0 and "missing: model.layers.2." in done.err
     done = fw("train", "tiny.yaml", "resume=run", "model.intermediate_size=96", "train.run_dir=new", "train.max_steps=4")
-    assert done.code != 0 and "is (128, 64) in the file and (96, 64) in the model" in done.err
+    assert done.code != 0 and "is [128, 64] in the files and [96, 64] in the model" in done.err
