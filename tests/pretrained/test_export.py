@@ -95,3 +95,20 @@ def test_documents_can_be_kept_apart_in_training(workspace):
     apart, apart2, together = (column(run, "loss") for run in ("apart", "apart2", "together"))
     assert apart == pytest.approx(apart2, rel=1e-5)
     assert abs(apart[0] - together[0]) > 1e-6
+
+
+def test_a_tokenizer_that_transformers_would_read_otherwise_is_told_of(workspace):
+    """AutoTokenizer gives every model of type qwen2 that architecture's pipeline; fw reads its own files as they are."""
+    shape = "hidden_size: 32, num_hidden_layers: 1, num_attention_heads: 2, intermediate_size: 32"
+    words = ("data.tokenizer=bpe", "data.vocab_size=400", "train.max_steps=1", "train.save_every=1")
+    text = "a mo\u0308del"  # which NFC would compose
+    for architecture, same in (("qwen2", False), ("qwen3", True)):
+        done = fw("train", "tiny.yaml", f"model={{name: {architecture}, {shape}}}", *words, f"train.run_dir={architecture}").ok()
+        assert ("warning: transformers' AutoTokenizer rebuilds the tokenizer" in done.err) is not same
+        ours = package.load_tokenizer(architecture)
+        theirs = AutoTokenizer.from_pretrained(f"{architecture}/checkpoints/latest")
+        assert (ours.encode(text) == theirs.encode(text)) is same
+        assert ours.decode(ours.encode(text)) == text
+    assert package.load_tokenizer("qwen2").encode(text) == package.load_tokenizer("qwen3").encode(text)
+    done = fw("train", "tiny.yaml", "model={name: auto, path: qwen3}", "data.tokenizer=byte", "train.max_steps=1", "train.run_dir=b").ok()
+    assert "warning: the data's tokenizer is not the one in" in done.err and "data.tokenizer=" in done.err

@@ -20,6 +20,10 @@ AS_IT_IS = ""
 """The class that takes ``tokenizer.json`` as it is."""
 
 
+MADE_BY_FW = "fw_tokenizer_json_as_it_is"
+"""Set in ``tokenizer_config.json`` of a tokenizer that fw made: its pipeline is the file's, whatever model it is saved beside."""
+
+
 def _words(text: str) -> list[str]:
     return text.split()
 
@@ -125,6 +129,8 @@ def class_of(config: Options, hint: ModelHint, byte_level: bool, place: str) -> 
     Raises:
         UserError: the class is one that cannot be made here, or code of the directory's own is asked for.
     """
+    if config.get(MADE_BY_FW) is True:
+        return AS_IT_IS
     named = config.get("tokenizer_class") or ""
     if not isinstance(named, str):
         raise UserError(f"{place}/{CONFIG}: tokenizer_class is {named!r}, not a name; leave it out or name one")

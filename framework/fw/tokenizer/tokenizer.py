@@ -17,7 +17,8 @@ from tokenizers import Tokenizer as Backend
 from fw.errors import UserError
 from fw.locate import find, inside
 from fw.tokenizer.chat import ChatTemplates, Message
-from fw.tokenizer.files import CONFIG, TEMPLATE, TOKENIZER, ModelHint, read_files, read_hint, write_files
+from fw.tokenizer.classes import MADE_BY_FW
+from fw.tokenizer.files import CONFIG, TEMPLATE, TOKENIZER, ModelHint, parse, read_files, read_hint, write_files
 from fw.tokenizer.special import assemble
 from fw.tokenizer.stream import as_list
 
@@ -94,9 +95,20 @@ class Tokenizer:
             "tokenizer_class": "PreTrainedTokenizerFast",
             **{name: token for name, token in tokens.items() if token is not None},
             "clean_up_tokenization_spaces": False,
+            MADE_BY_FW: True,
         }
         files = {TOKENIZER: backend.to_str(pretty=True).encode(), CONFIG: (json.dumps(config, indent=1) + "\n").encode()}
         return cls(files if chat_template is None else {**files, TEMPLATE: chat_template.encode()})
+
+    def as_transformers_reads_it(self, hint: ModelHint) -> Tokenizer:
+        """What AutoTokenizer will make of these files beside such a ``config.json``: for a tokenizer that fw made, not always the same.
+
+        Raises:
+            UserError: a class that is not known here.
+        """
+        config = parse(self._files.get(CONFIG, b"{}"), CONFIG)
+        config.pop(MADE_BY_FW, None)
+        return Tokenizer({**self._files, CONFIG: json.dumps(config).encode()}, hint)
 
     def __getstate__(self) -> dict[str, Any]:
         # The library does not carry over what makes the copy different.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from fw.kinds.launcher import OUTCOME_DIR
 from fw.recipe import Recipe, current_world
 from fw.training import run_dir
 from fw.training.module import TrainingModule, rng_state
+from fw.training.same_tokenizer import misread
 
 GENERATION = "generation_config.json"
 
@@ -78,6 +80,8 @@ def save(recipe: Recipe, module: TrainingModule) -> Path:
                 hf[key] = token_id
         (directory / "config.json").write_text(json.dumps(hf, indent=1) + "\n")
         tokenizer.save(directory)
+        if note := misread(directory, tokenizer):
+            print(f"fw: warning: {note.replace(directory.name, directory.stem)}", file=sys.stderr)
         if recipe.model.weights is not None and (recipe.model.weights / GENERATION).is_file():
             shutil.copyfile(recipe.model.weights / GENERATION, directory / GENERATION)
         run_dir.describe(recipe, directory)

@@ -30,6 +30,7 @@ from fw.training.host_allocator import keep_freed_memory
 from fw.training.module import TrainingModule
 from fw.training.order import RankedBatches, StepOrder, loader
 from fw.training.progress import Progress
+from fw.training.same_tokenizer import foreign
 from fw.training.stop import StopRequest
 from fw.training.strategy import MeshStrategy, leave
 
@@ -149,6 +150,8 @@ def _open_data(recipe: Recipe, say: Any) -> tuple[Corpus, int]:
     if own is not None and own < needed:
         place = recipe.config.origin(("model", "vocab_size"))
         raise UserError(f"{place}: model.vocab_size {own} is smaller than the tokenizer's {needed}; raise it, or use the model's own")
+    if note := foreign(recipe.model.weights, corpus.tokenizer):
+        say(f"warning: {note}")
     return corpus, own or needed
 
 
