@@ -232,7 +232,12 @@ class Decoder(CausalLM):
 
     def hf_config(self) -> dict[str, Any]:
         """``config.json`` of transformers' class for this architecture."""
-        filled = {"vocab_size": self.vocab_size, "max_position_embeddings": self.context}
+        filled = {
+            "vocab_size": self.vocab_size,
+            "max_position_embeddings": self.context,
+            "num_key_value_heads": self.config.kv_heads,
+            "head_dim": self.config.head_size,
+        }
         return write(self.config, self.hf, filled)
 
     def hf_tensors(self, name: str) -> Sequence[HFTensor]:
