@@ -40,6 +40,8 @@ def assemble(recipe: Recipe, vocab_size: int, mesh: DeviceMesh | None, device: t
     with torch.device("meta"):
         model = recipe.model.build(vocab_size, recipe.train.sequence_length, recipe.attention).to(policy.parameters)
     if recipe.train.compile:
+        # Blocks of several kinds (windows, experts), training and evaluation, and shapes all count; beyond the limit dynamo goes eager.
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 8 * len(model.blocks))
         for block in model.blocks:
             block.compile()
     recipe.sharding.shard(model, mesh, policy)

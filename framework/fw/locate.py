@@ -10,7 +10,7 @@ from fw.errors import UserError
 
 CONFIG = "config.json"
 _REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
-_WANTED = ("*.json", "*.safetensors", "*.jinja")
+_WANTED = ("*.json", "model.safetensors", "model-*.safetensors", "*.jinja")
 
 
 def find(where: str | Path, wanted: str = CONFIG) -> Path:

@@ -61,6 +61,9 @@ class DecoderConfig:
     pad_token_id: int | None = None
     """Id of padding: looking it up trains nothing, as in transformers. Empty for none."""
 
+    whole_heads: ClassVar[bool] = False
+    """Whether transformers wants the heads to divide the width, though their size is free."""
+
     def __post_init__(self) -> None:
         shape = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size")
         for name in (*shape, "vocab_size", "max_position_embeddings", "sliding_window"):
@@ -77,9 +80,14 @@ class DecoderConfig:
             raise UserError(
                 f"model.num_attention_heads: {self.num_attention_heads} does not divide hidden_size {self.hidden_size}; set model.head_dim"
             )
+        if self.whole_heads and self.hidden_size % self.num_attention_heads:
+            heads = f"{self.num_attention_heads} does not divide hidden_size {self.hidden_size}"
+            raise UserError(f"model.num_attention_heads: {heads}, which transformers refuses in this architecture")
         if self.head_size % 2:
             raise UserError(f"model.head_dim: {self.head_size} is odd; rotary embedding turns pairs")
         scaling = self.rope_scaling
+        if scaling is not None and (self.rope_theta <= 1 or self.head_size < 4):
+            raise UserError("model.rope_scaling: needs model.rope_theta above 1 and heads of 4 dimensions or more")
         if scaling is not None and scaling.needs_context and self.max_position_embeddings is None:
             raise UserError(f"model.rope_scaling: rope_type {scaling.rope_type} needs model.max_position_embeddings; set it")
 

@@ -7,11 +7,12 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from fw.errors import UserError
 from fw.kinds.model import Init
 from fw_models.decoder import Decoder, DecoderConfig, check_layer_types
 from fw_models.hf_config import HFNames, read_rope
@@ -28,6 +29,9 @@ DEFAULTS = {
     "max_position_embeddings": 8192,
     "rms_norm_eps": 1e-6,
     "tie_word_embeddings": True,
+    "bos_token_id": 2,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
     "sliding_window": 4096,
     "query_pre_attn_scalar": 256,
     "attn_logit_softcapping": 50.0,
@@ -46,6 +50,7 @@ class Gemma2Config(DecoderConfig):
     """Use the embedding as output head too: saves vocab_size · hidden_size parameters, gradients and optimizer state."""
     depth_scaled_init: bool = False
     """Divide it by sqrt(2 · layers) for the two projections of a block that add to the residual stream; norms after them undo it."""
+    whole_heads: ClassVar[bool] = True
     attention_bias: bool = False
     """Biases in all four projections of attention."""
     query_pre_attn_scalar: int = 256
@@ -62,6 +67,10 @@ class Gemma2Config(DecoderConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_layer_types(self.layer_types, self.num_hidden_layers, self.sliding_window)
+        if self.sliding_window is None and any(self.sliding(layer) for layer in range(self.num_hidden_layers)):
+            raise UserError("model.sliding_window: blocks that see only a window back need one; set it, or model.layer_types")
+        if self.query_pre_attn_scalar < 1:
+            raise UserError(f"model.query_pre_attn_scalar: {self.query_pre_attn_scalar} is too small; the least is 1")
 
     def sliding(self, layer: int) -> bool:
         """Whether block ``layer`` sees only a window back."""
@@ -84,6 +93,13 @@ class Gemma2Config(DecoderConfig):
     def norm(self) -> Callable[[int], nn.Module]:
         """Makes a norm of a size."""
         return partial(ShiftedRMSNorm, eps=self.rms_norm_eps)
+
+
+def _reading(fields: dict[str, Any]) -> dict[str, Any]:
+    fields = read_rope(fields)
+    if fields.get("sliding_window_size") == fields.get("sliding_window"):  # some published files say it twice
+        fields.pop("sliding_window_size", None)
+    return fields
 
 
 class SandwichBlock(nn.Module):
@@ -114,7 +130,7 @@ class Gemma2(Decoder):
         "Gemma2ForCausalLM",
         DEFAULTS,
         {"hidden_activation": "gelu_pytorch_tanh", "hidden_act": "gelu_pytorch_tanh", "use_bidirectional_attention": False},
-        read_rope,
+        _reading,
     )
 
     def block(self, layer: int) -> nn.Module:

@@ -44,22 +44,32 @@ class Gemma3Config(Gemma2Config):
         return dataclasses.replace(super().attention_shape(), norm=self.norm())
 
 
-def _reading(fields: dict[str, Any]) -> dict[str, Any]:
+def _canonical(fields: dict[str, Any]) -> dict[str, Any]:
+    """The two ropes of ``rope_parameters`` as ``rope_theta``, ``rope_scaling`` and ``rope_local_base_freq``."""
     fields = dict(fields)
-    pattern = fields.pop("_sliding_window_pattern", None)  # written by transformers 5 beside layer_types
-    pattern = fields.pop("sliding_window_pattern", pattern)
+    fields.pop("_sliding_window_pattern", None)  # written by transformers 5 beside layer_types, and not read by it
+    both, old = fields.pop("rope_parameters", None) or {}, fields.pop("rope_scaling", None)
+    if unknown := sorted(set(both) - {"full_attention", "sliding_attention"}):
+        raise UserError(f"config.json: rope_parameters of this architecture are full_attention and sliding_attention, not {unknown[0]}")
+    if old is not None and "rope_type" not in old:
+        raise UserError("config.json: rope_scaling without rope_type, which transformers does not follow in this architecture")
+    whole, local = dict(both.get("full_attention") or {}), dict(both.get("sliding_attention") or {})
+    whole.update(old or {})
+    for key, section in (("rope_theta", whole), ("rope_local_base_freq", local)):
+        if "rope_theta" in section:
+            fields[key] = section.pop("rope_theta")
+    if read_scaling(local) is not None:
+        raise UserError(f"config.json: rope_parameters.sliding_attention is stretched ({local}), which is not honoured")
+    return {**fields, "rope_scaling": whole} if both or old else fields
+
+
+def _reading(fields: dict[str, Any]) -> dict[str, Any]:
+    fields = read_rope(fields)
+    pattern = fields.pop("sliding_window_pattern", None)
     if pattern not in (None, _PATTERN) and "layer_types" not in fields:
         layers = range(fields["num_hidden_layers"])
         fields["layer_types"] = ["full_attention" if (layer + 1) % pattern == 0 else "sliding_attention" for layer in layers]
-    both = fields.get("rope_parameters") or {}
-    if "full_attention" in both or "sliding_attention" in both:
-        del fields["rope_parameters"]
-        local, whole = dict(both.get("sliding_attention") or {}), both.get("full_attention") or {}
-        fields["rope_local_base_freq"] = local.pop("rope_theta", fields.get("rope_local_base_freq"))
-        if read_scaling(local) is not None:
-            raise UserError(f"config.json: rope_parameters.sliding_attention is stretched ({local}), which is not honoured")
-        fields["rope_parameters"] = whole
-    return read_rope(fields)
+    return fields
 
 
 class Gemma3(Gemma2):
@@ -74,6 +84,8 @@ class Gemma3(Gemma2):
             "vocab_size": 262208,
             "max_position_embeddings": 131072,
         },
-        {"hidden_activation": "gelu_pytorch_tanh", "use_bidirectional_attention": False},
+        {"hidden_activation": "gelu_pytorch_tanh", "hidden_act": "gelu_pytorch_tanh", "use_bidirectional_attention": False},
         _reading,
+        canonical=_canonical,
+        derived={"layer_types": ("sliding_window_pattern",)},
     )

@@ -136,9 +136,9 @@ class GPT2(CausalLM):
     hf: ClassVar[HFNames] = HFNames(
         "gpt2",
         "GPT2LMHeadModel",
-        {"vocab_size": 50257, "embd_pdrop": 0.1, "attn_pdrop": 0.1, "resid_pdrop": 0.1},
+        {"vocab_size": 50257, "bos_token_id": 50256, "eos_token_id": 50256, "embd_pdrop": 0.1, "attn_pdrop": 0.1, "resid_pdrop": 0.1},
         {"reorder_and_upcast_attn": False},
-        lambda fields: {k: v for k, v in fields.items() if not k.startswith("summary_") and k != "n_ctx"},
+        reading=lambda fields: {k: v for k, v in fields.items() if not k.startswith("summary_") and k != "n_ctx"},
     )
     hf_prefix: ClassVar[str] = "transformer."
 
@@ -171,9 +171,9 @@ class GPT2(CausalLM):
         """Logits ``[B, L, V]``, or what ``readout`` makes of the hidden states."""
         length = ids_BL.shape[1]
         if positions_BL is None:
-            if length > self.config.n_positions and segments_BL is None:
-                raise UserError(f"{length} tokens are more than this model has positions for ({self.config.n_positions})")
             positions_BL = positions(ids_BL, segments_BL)
+            if length > self.config.n_positions and int(positions_BL.max()) >= self.config.n_positions:
+                raise UserError(f"{length} tokens are more than this model has positions for ({self.config.n_positions})")
         plan = self.attention.plan(Pattern(length, None, segments_BL), ids_BL.device)
         x_BLD = F.dropout(self.wte(ids_BL) + self.wpe(positions_BL), self.config.embd_pdrop, self.training)
         for block in self.h:

@@ -16,6 +16,17 @@ C = TypeVar("C")
 Fields = dict[str, Any]
 
 
+def one_rope(fields: Fields) -> Fields:
+    """``rope_parameters`` (transformers 5) as ``rope_theta`` and ``rope_scaling`` (before it); the older spelling wins, as there."""
+    fields = dict(fields)
+    new, old = fields.pop("rope_parameters", None), fields.pop("rope_scaling", None)
+    if new is None and old is None:
+        return fields
+    given = dict(new if old is None else old)
+    theta = given.pop("rope_theta", None)
+    return {**fields, **({} if theta is None else {"rope_theta": theta}), "rope_scaling": given}
+
+
 def _unchanged(fields: Fields) -> Fields:
     return fields
 
@@ -28,8 +39,10 @@ class HFNames:
         model_type, architecture: as in the file.
         defaults: what transformers takes for absent fields, except None and what the configuration here takes too.
         only: fields with the one value that is honoured; any other is refused.
-        reading: brings the file's fields into those of the configuration here, before they are checked.
+        canonical: brings what can be spelt in several ways into one, for the file's fields and for changes to them alike.
+        reading: then, once changes are laid over, into the fields of the configuration here, before they are checked.
         writing: the other way.
+        derived: fields of the file that no longer hold once one of these others is changed.
     """
 
     model_type: str
@@ -38,6 +51,8 @@ class HFNames:
     only: Mapping[str, Any] = field(default_factory=dict)
     reading: Callable[[Fields], Fields] = _unchanged
     writing: Callable[[Fields], Fields] = _unchanged
+    canonical: Callable[[Fields], Fields] = one_rope
+    derived: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 # fmt: off
@@ -50,11 +65,13 @@ NO_EFFECT = frozenset((
     "num_beams", "num_beam_groups", "diversity_penalty", "temperature", "top_k", "top_p", "typical_p", "repetition_penalty",
     "length_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "bad_words_ids", "num_return_sequences",
     "output_scores", "return_dict_in_generate", "remove_invalid_values", "exponential_decay_length_penalty", "suppress_tokens",
-    "begin_suppress_tokens",
+    "begin_suppress_tokens", "_attn_implementation", "_num_labels", "n_special", "predict_special_tokens", "output_past",
+    "is_llama_config", "transformers.js_config", "max_sequence_length", "unsloth_fixed", "unsloth_version", "pretraining_tp",
+    "_attn_implementation_internal",
 ))
 # fmt: on
-"""Fields that say nothing about what a causal language model computes: where it came from, how transformers is to return things, and
-generation settings, which are generation_config.json's."""
+"""Fields that say nothing about what a causal language model computes: where it came from, how transformers is to return things,
+generation settings, which are generation_config.json's, and what published files repeat or carry along."""
 
 ONLY: dict[str, Any] = {
     "is_decoder": (True, False),
@@ -64,20 +81,34 @@ ONLY: dict[str, Any] = {
     "tie_encoder_decoder": (False,),
     "chunk_size_feed_forward": (0,),
     "pruned_heads": ({},),
-    "pretraining_tp": (1,),
     "partial_rotary_factor": (1.0,),
+    "rope_interleaved": (False,),
+    "use_mrope": (False,),
+    "qkv_bias": (False,),
+    "shared_expert_intermediate_size": (0,),
 }
 """Fields that every architecture may carry, and the values that leave a causal language model as it is."""
 
 
-def read(cls: type[C], names: HFNames, raw: Mapping[str, Any]) -> C:
+def read(cls: type[C], names: HFNames, raw: Mapping[str, Any], changes: Mapping[str, Any] | None = None) -> C:
     """A configuration from a ``config.json``. An absent field has transformers' default; null is none.
+
+    Args:
+        changes: fields to lay over those of the file, spelt as they may be there.
 
     Raises:
         UserError: fields that cannot be honoured, all by name; wrong types and impossible shapes.
     """
-    fields = {**names.defaults, **{key: value for key, value in raw.items() if key not in NO_EFFECT}}
-    fields = names.reading({key: value for key, value in fields.items() if value is not None})
+    changes = dict(changes or {})
+    if idle := sorted(set(changes) & NO_EFFECT):
+        raise UserError(f"model.fields: {', '.join(idle)} changes nothing that a model computes; leave it out")
+    kept = _canonical(names, {key: value for key, value in raw.items() if key not in NO_EFFECT})
+    over = _canonical(names, changes)
+    for stale, causes in names.derived.items():
+        if stale not in over and any(cause in over for cause in causes):
+            kept.pop(stale, None)
+    raw = {**kept, **over}
+    fields = names.reading({key: value for key, value in {**names.defaults, **raw}.items() if value is not None})
     hints = typing.get_type_hints(cls)
     only = {**ONLY, **{key: (value,) for key, value in names.only.items()}}
     # null means none where the configuration here has another default.
@@ -95,6 +126,12 @@ def read(cls: type[C], names: HFNames, raw: Mapping[str, Any]) -> C:
             " use model: {name: hf, path: …} to run transformers' own code"
         )
     return cls(**values)
+
+
+def _canonical(names: HFNames, fields: Fields) -> Fields:
+    """One spelling; what is explicitly null stays so."""
+    given = names.canonical({key: value for key, value in fields.items() if value is not None})
+    return {**{key: None for key, value in fields.items() if value is None and key not in given}, **given}
 
 
 def write(config: Any, names: HFNames, filled: Mapping[str, Any]) -> Fields:
@@ -134,16 +171,9 @@ def _optional(hint: Any) -> bool:
 
 
 def read_rope(fields: Fields) -> Fields:
-    """``rope_parameters`` (transformers 5), or ``rope_theta`` beside ``rope_scaling`` (before it), as theta and a :class:`RopeScaling`."""
-    fields = dict(fields)
-    new = fields.pop("rope_parameters", None)
-    old = fields.pop("rope_scaling", None)
-    given = dict(old or new or {})
-    theta = given.pop("rope_theta", None)
-    if theta is not None:
-        fields["rope_theta"] = theta
-    fields["rope_scaling"] = read_scaling(given)
-    return {key: value for key, value in fields.items() if value is not None}
+    """``rope_scaling`` as a :class:`RopeScaling`."""
+    given = fields.get("rope_scaling")
+    return fields if given is None else {**fields, "rope_scaling": read_scaling(given)}
 
 
 def read_scaling(given: Mapping[str, Any]) -> RopeScaling | None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -28,6 +29,22 @@ class _WeightsOnMeta(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+@contextmanager
+def _weights_on_meta() -> Iterator[None]:
+    """Parameters that are computed all the same go to the meta device one by one, as they are registered."""
+    register = nn.Module.register_parameter
+
+    def registered(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        register(self, name, param if param is None or param.is_meta else nn.Parameter(param.to("meta"), param.requires_grad))
+
+    nn.Module.register_parameter = registered  # type: ignore[method-assign]
+    try:
+        with _WeightsOnMeta():
+            yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
 class HFCausalLM(CausalLM):
     """A model of transformers.
 
@@ -35,12 +52,13 @@ class HFCausalLM(CausalLM):
     wants to avoid logits of a whole batch needs a reference model. What a mixture of experts adds to its loss is not added.
     """
 
-    def __init__(self, make: Callable[[], Any]) -> None:
-        """``make`` builds the model of transformers; it is called once."""
+    def __init__(self, make: Callable[[torch.dtype], Any]) -> None:
+        """``make`` builds the model of transformers in a dtype."""
         super().__init__()
-        with _WeightsOnMeta():
-            self.hf: Any = make()
-        self._values = {name: buffer.clone() for name, buffer in self.hf.named_buffers()}
+        self._make = make
+        with _weights_on_meta():
+            self.hf: Any = make(torch.float32)
+        self._buffer_names = {name for name, _ in self.hf.named_buffers()}
         self.hf.to("meta")
         self.hf.tie_weights()
         self.text: Any = self.hf.config.get_text_config()
@@ -49,6 +67,7 @@ class HFCausalLM(CausalLM):
         self._blocks = _find_blocks(self.hf)
         self._takes_positions = "position_ids" in inspect.signature(self.hf.forward).parameters
         self._isolates: bool | None = None
+        self._causal: bool | None = None
         self._in_files = _in_files(self.hf)
 
     @property
@@ -64,6 +83,10 @@ class HFCausalLM(CausalLM):
         Raises:
             UserError: segments or positions for a family that takes no positions, or both: transformers tells documents by them.
         """
+        if self._causal is None:
+            self._causal = self._later_tokens_are_not_seen(ids_BL.device)
+        if not self._causal:
+            raise UserError(f"{type(self.hf).__name__} of this configuration sees later tokens, so it is no causal language model")
         given = segments_BL is not None or positions_BL is not None
         if given and not self._takes_positions:
             raise UserError(f"{type(self.hf).__name__} takes no positions, so documents cannot share a row; give one document per row")
@@ -81,6 +104,18 @@ class HFCausalLM(CausalLM):
             places["attention_mask"] = torch.ones_like(ids_BL)  # a jump in positions is no new document then
         logits_BLV: Tensor = self.hf(input_ids=ids_BL, use_cache=False, **places).logits
         return logits_BLV if readout is None else readout(logits_BLV, _as_it_is, None)
+
+    @torch.no_grad()
+    def _later_tokens_are_not_seen(self, device: torch.device) -> bool:
+        """Whether another last token leaves what comes before it alone: transformers builds encoders as language models too. Once, on all
+        ranks at the same time."""
+        training = self.hf.training
+        self.hf.eval()
+        ids_2L = torch.arange(8, device=device).repeat(2, 1) % self.vocab_size
+        ids_2L[1, -1] = (ids_2L[1, -1] + 1) % self.vocab_size
+        one, other = self.hf(input_ids=ids_2L, use_cache=False).logits[:, :-1]
+        self.hf.train(training)
+        return bool((one - other).float().norm() <= (1e-5 if one.dtype == torch.float32 else 1e-2) * one.float().norm())
 
     @torch.no_grad()
     def _documents_stay_apart(self, device: torch.device) -> bool:
@@ -118,13 +153,15 @@ class HFCausalLM(CausalLM):
             tables.pop(id(head.weight), None)  # a tied table is a product once
         products = sum(p.numel() for p in self.parameters() if p.dim() > 1) - sum(tables.values())
         shapes = self.kv_shapes
-        heads = getattr(self.text, "num_attention_heads", shapes[0].heads)
+        heads = getattr(self.text, "num_attention_heads", 0)
         return 6.0 * products + 12.0 * sum(heads * shape.head_dim * sequence_length for shape in shapes)
 
     @property
     def kv_shapes(self) -> Sequence[KVShape]:
-        """By the configuration's usual fields."""
+        """By the configuration's usual fields; none for a family without attention."""
         text = self.text
+        if not hasattr(text, "num_attention_heads"):
+            return []  # a family without attention
         heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
         head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         return [KVShape(heads, head_dim)] * len(self._blocks)
@@ -148,7 +185,7 @@ class HFCausalLM(CausalLM):
     def hf_superfluous(self, name: str) -> bool:
         """What transformers itself expects to find besides, and buffers that are computed."""
         patterns = [*(self.hf._keys_to_ignore_on_load_unexpected or ()), r"\.rotary_emb\.inv_freq$"]
-        return name in self._values or any(re.search(pattern, name) for pattern in patterns)
+        return name in self._buffer_names or any(re.search(pattern, name) for pattern in patterns)
 
     def stored(self) -> dict[str, Tensor]:
         """Parameters, and buffers that transformers stores."""
@@ -156,10 +193,24 @@ class HFCausalLM(CausalLM):
         return {**super().stored(), **{name: buffer for name, buffer in self.named_buffers() if name in kept}}
 
     def materialise(self, device: torch.device) -> None:
-        """Storage for parameters; tied ones tied again; buffers as they were computed, in their own dtypes."""
+        """Storage for parameters; tied ones tied again; buffers as transformers computes them for a model of this dtype.
+
+        Raises:
+            UserError: the family keeps some parameters in fp32 whatever the model's dtype is.
+        """
+        dtype = next(self.parameters()).dtype
+        with _weights_on_meta():
+            twin = self._make(dtype)
+        # transformers computes buffers once more after it has read the weights, no longer in the model's dtype.
+        for module in twin.modules():
+            module._is_hf_initialized = False
+        twin.initialize_weights()
+        kept = [*(twin._keep_in_fp32_modules or ()), *(twin._keep_in_fp32_modules_strict or ())]
+        if dtype != torch.float32 and any(part in name for part in kept for name, _ in self.hf.named_parameters()):
+            raise UserError(f"{type(self.hf).__name__} keeps {', '.join(kept)} in fp32; keep parameters in fp32 (precision: bf16)")
         self.to_empty(device=device)
         self.hf.tie_weights()
-        for name, value in self._values.items():
+        for name, value in twin.named_buffers():
             module, _, leaf = name.rpartition(".")
             self.hf.get_submodule(module)._buffers[leaf] = value.to(device)
 
@@ -222,9 +273,11 @@ def _find_blocks(model: Any) -> list[nn.Module]:
         UserError: there is neither.
     """
     names = set(getattr(model, "_no_split_modules", None) or ())
-    found = [module for module in model.modules() if type(module).__name__ in names and not isinstance(module, nn.Embedding)]
+    repeated = {id(item) for module in model.modules() if isinstance(module, nn.ModuleList) for item in module}
+    found = [module for module in model.modules() if type(module).__name__ in names and id(module) in repeated]
+    inside = {id(inner) for module in found for inner in module.modules() if inner is not module}
     if found:
-        return found
+        return [module for module in found if id(module) not in inside]
     lists = [list(m) for m in model.modules() if isinstance(m, nn.ModuleList) and len({type(item) for item in m}) == 1]
     if not lists:
         raise UserError(f"{type(model).__name__}: no repeated blocks found, which sharding and recomputation work by")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import nn
 
@@ -16,6 +17,7 @@ from fw_models.layers import Attention, AttentionShape, GatedMLP
 class LlamaConfig(DecoderConfig):
     """Llama 2, 3, 3.1, 3.2, TinyLlama. Parameters: about 12 · layers · hidden² plus vocabulary · hidden."""
 
+    whole_heads: ClassVar[bool] = True
     attention_bias: bool = False
     """Biases in all four projections of attention."""
     mlp_bias: bool = False
@@ -35,6 +37,8 @@ class Llama(Decoder):
         "LlamaForCausalLM",
         {
             "vocab_size": 32000,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
             "hidden_size": 4096,
             "intermediate_size": 11008,
             "num_hidden_layers": 32,

@@ -86,6 +86,8 @@ class Mixtral(ExpertsDecoder):
         "MixtralForCausalLM",
         {
             "vocab_size": 32000,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
             "hidden_size": 4096,
             "intermediate_size": 14336,
             "num_hidden_layers": 32,

@@ -26,6 +26,10 @@ DEFAULTS = {
 """Transformers' for absent fields."""
 
 
+DERIVED = {"layer_types": ("use_sliding_window", "max_window_layers", "sliding_window")}
+"""Written by transformers 5 from the fields named."""
+
+
 @dataclass
 class Qwen2Config(DecoderConfig):
     """Qwen2 and Qwen2.5, dense."""
@@ -74,4 +78,4 @@ class Qwen2(Decoder):
     """Qwen2 and Qwen2.5."""
 
     config: Qwen2Config
-    hf = HFNames("qwen2", "Qwen2ForCausalLM", DEFAULTS, {"hidden_act": "silu"}, read_windows, write_windows)
+    hf = HFNames("qwen2", "Qwen2ForCausalLM", DEFAULTS, {"hidden_act": "silu"}, read_windows, write_windows, derived=DERIVED)

@@ -9,7 +9,7 @@ from functools import partial
 from fw_models.decoder import Decoder
 from fw_models.hf_config import HFNames
 from fw_models.layers import AttentionShape, RMSNorm
-from fw_models.qwen2 import DEFAULTS, Qwen2Config, read_windows, write_windows
+from fw_models.qwen2 import DEFAULTS, DERIVED, Qwen2Config, read_windows, write_windows
 
 
 @dataclass
@@ -31,4 +31,6 @@ class Qwen3(Decoder):
     """Qwen3."""
 
     config: Qwen3Config
-    hf = HFNames("qwen3", "Qwen3ForCausalLM", {**DEFAULTS, "head_dim": 128}, {"hidden_act": "silu"}, read_windows, write_windows)
+    hf = HFNames(
+        "qwen3", "Qwen3ForCausalLM", {**DEFAULTS, "head_dim": 128}, {"hidden_act": "silu"}, read_windows, write_windows, derived=DERIVED
+    )

@@ -11,9 +11,10 @@ from typing import Any
 
 from torch import nn
 
+from fw.errors import UserError
 from fw.kinds.model import HFTensor
 from fw_models.decoder import Block
-from fw_models.hf_config import HFNames, read_rope
+from fw_models.hf_config import HFNames, one_rope, read_rope
 from fw_models.layers import Attention, AttentionShape, GatedMLP, MoE, RMSNorm
 from fw_models.mistral import MistralConfig
 from fw_models.mixtral import ExpertsConfig, ExpertsDecoder
@@ -44,6 +45,11 @@ class Qwen3MoEConfig(ExpertsConfig, MistralConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check_experts(self.num_experts)
+        for name in ("moe_intermediate_size", "decoder_sparse_step"):
+            if getattr(self, name) < 1:
+                raise UserError(f"model.{name}: {getattr(self, name)} is too small; the least is 1")
+        if outside := [layer for layer in self.mlp_only_layers if not 0 <= layer < self.num_hidden_layers]:
+            raise UserError(f"model.mlp_only_layers: there is no block {outside[0]} among {self.num_hidden_layers}, counted from 0")
 
     def attention_shape(self) -> AttentionShape:
         """With norms of queries and keys."""
@@ -55,12 +61,19 @@ class Qwen3MoEConfig(ExpertsConfig, MistralConfig):
         return layer not in self.mlp_only_layers and self.num_experts > 0 and (layer + 1) % self.decoder_sparse_step == 0
 
 
+def _canonical(fields: dict[str, Any]) -> dict[str, Any]:
+    fields = one_rope(fields)
+    if "num_local_experts" in fields:  # transformers 5's name
+        fields["num_experts"] = fields.pop("num_local_experts")
+    return fields
+
+
 def _reading(fields: dict[str, Any]) -> dict[str, Any]:
     fields = read_rope(fields)
     if not fields.pop("use_sliding_window", False):
         fields.pop("sliding_window", None)
-    if "num_local_experts" in fields:  # transformers 5's name
-        fields["num_experts"] = fields.pop("num_local_experts")
+    if fields.get("use_qk_norm") is True:  # some published files say what is so in any case
+        del fields["use_qk_norm"]
     fields.pop("max_window_layers", None)  # no block goes by it in this architecture
     return fields
 
@@ -91,6 +104,7 @@ class Qwen3MoE(ExpertsDecoder):
         {"hidden_act": "silu"},
         _reading,
         _writing,
+        _canonical,
     )
 
     def block(self, layer: int) -> nn.Module:

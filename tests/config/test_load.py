@@ -126,3 +126,11 @@ def test_a_missing_file_and_a_malformed_override(write):
 
 def test_keys_are_text_and_an_empty_extends_extends_nothing(write):
     assert load(write("c.yaml", "extends:\n7: {true: 1}\n")).tree == {"7": {"True": 1}}
+
+
+def test_a_layer_that_says_a_nested_section_is_something_else_starts_it_afresh(tmp_path):
+    (tmp_path / "base.yaml").write_text("model: {name: m, rope_scaling: {rope_type: llama3, factor: 8, low_freq_factor: 1}}\n")
+    (tmp_path / "child.yaml").write_text("extends: base.yaml\nmodel: {rope_scaling: {rope_type: linear, factor: 3}}\n")
+    assert load(tmp_path / "child.yaml").tree["model"]["rope_scaling"] == {"rope_type": "linear", "factor": 3}
+    merged = load(tmp_path / "base.yaml", ["model.rope_scaling.factor=2"]).tree["model"]["rope_scaling"]
+    assert merged == {"rope_type": "llama3", "factor": 2, "low_freq_factor": 1}

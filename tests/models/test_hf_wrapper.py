@@ -108,3 +108,37 @@ def test_what_cannot_be_run_is_refused(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "no_such_family"}))
     with pytest.raises(fw.UserError, match="transformers does not read"):
         fw.load_model(tmp_path, model="hf")
+
+
+def test_an_encoder_is_no_causal_language_model(tmp_path):
+    """transformers builds BERT as a causal language model whether or not it is one."""
+    for decoder in (False, True):
+        config = AutoConfig.for_model("bert", **_SHAPE, is_decoder=decoder)
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / str(decoder))
+    with pytest.raises(fw.UserError, match="sees later tokens"):
+        fw.load_model(tmp_path / "False", model="hf")(IDS)
+    assert fw.load_model(tmp_path / "True", model="hf")(IDS).shape == (2, 24, 97)
+
+
+def test_a_family_without_attention(tmp_path):
+    config = AutoConfig.for_model("mamba", vocab_size=97, hidden_size=32, num_hidden_layers=2, bos_token_id=1, eos_token_id=1)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    ours = fw.load_model(tmp_path, attention="eager", model="hf")
+    assert ours.kv_shapes == [] and [type(block).__name__ for block in ours.blocks] == ["MambaBlock"] * 2 and ours.flops_per_token(8) > 0
+
+
+def test_an_attention_the_family_does_not_have_is_refused(tmp_path):
+    config = AutoConfig.for_model("bloom", **FAMILIES["bloom"])
+    AutoModelForCausalLM.from_config(config, attn_implementation="eager").save_pretrained(tmp_path)
+    with pytest.raises(fw.UserError, match="transformers builds no such model with attention 'sdpa'"):
+        fw.load_model(tmp_path, model="hf")
+
+
+def test_parameters_that_a_family_computes_have_no_bytes_either():
+    """Llama 4 fills its experts with zeros, which are parameters and not buffers."""
+    from fw_models.hf_wrapper import HFCausalLM
+
+    config = AutoConfig.for_model("llama4_text", **_SHAPE, num_key_value_heads=2, head_dim=8, num_local_experts=2, intermediate_size_mlp=64)
+    model = HFCausalLM(lambda dtype: AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager"))
+    assert all(p.is_meta for p in model.parameters())

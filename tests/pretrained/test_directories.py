@@ -50,7 +50,10 @@ def weights(directory: Path, change) -> None:
             },
         ),
         ("gemma3", {"rope_theta": 1000000.0, "rope_local_base_freq": 10000, "sliding_window_pattern": 6, "layer_types": None}),
-        ("gemma3-stretched", {"rope_theta": 20000.0, "rope_local_base_freq": 500.0, "rope_scaling": {"type": "linear", "factor": 8.0}}),
+        (
+            "gemma3-stretched",
+            {"rope_theta": 20000.0, "rope_local_base_freq": 500.0, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+        ),
         ("qwen2-windows-tied", {"rope_theta": 10000.0, "layer_types": None}),
     ],
 )
@@ -223,3 +226,121 @@ def test_saving_never_overwrites_unasked_and_leaves_nothing_behind(tmp_path, mon
 
 def test_everything_is_there_by_name():
     assert {"load_model", "load_tokenizer", "save_model"} <= set(dir(package)) | set(package.__all__)
+
+
+def shape_of(directory: Path, **fields):
+    """The configuration that `model: {name: auto, path: …, fields: …}` makes."""
+    from fw_plugins.model.auto import AutoConfig as Options
+    from fw_plugins.model.auto import AutoModel
+
+    return AutoModel(Options(str(directory), fields=fields))._plugin.config
+
+
+@pytest.mark.parametrize(
+    ("case", "fields", "expected"),
+    [
+        ("llama-theta", {"rope_theta": 777}, {"rope_theta": 777.0}),
+        ("llama-theta", {"rope_scaling": {"rope_type": "linear", "factor": 2}}, {"rope_theta": 500000.0}),
+        ("llama-theta", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5.0}}, {"rope_theta": 5.0}),
+        ("qwen3_moe", {"num_experts": 4}, {"num_experts": 4}),
+        ("gemma3", {"rope_local_base_freq": 5, "rope_theta": 6}, {"rope_local_base_freq": 5.0, "rope_theta": 6.0}),
+        ("gemma3", {"sliding_window_pattern": 2}, {"layer_types": [["sliding_attention", "full_attention"][n % 2] for n in range(7)]}),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 2}, {"sliding_window": 9}),
+        ("gemma2", {"final_logit_softcapping": None}, {"final_logit_softcapping": None}),
+    ],
+)
+def test_changed_fields_act_however_they_are_spelt(case, fields, expected, tmp_path):
+    save(case, tmp_path)
+    changed = shape_of(tmp_path, **fields)
+    for name, value in expected.items():
+        assert getattr(changed, name) == value
+    if "rope_scaling" in fields:
+        assert changed.rope_scaling.factor == 2.0 and changed.rope_scaling.rope_type == "linear"
+    if case == "qwen2":
+        assert [changed.window(layer) for layer in range(3)] == [None, None, 9]
+
+
+@pytest.mark.parametrize("model", ["auto", "hf"])
+def test_changes_that_would_change_nothing_are_refused(model, tmp_path):
+    from fw_plugins.model.auto import AutoConfig as AutoOptions
+    from fw_plugins.model.auto import AutoModel
+    from fw_plugins.model.hf import HFConfig, HFModel
+
+    save("llama", tmp_path)
+    options, plugin = {"auto": (AutoOptions, AutoModel), "hf": (HFConfig, HFModel)}[model]
+    for fields, says in (({"atention_dropout": 0.1}, "atention_dropout"), ({"return_dict": False}, "return_dict")):
+        with pytest.raises(UserError, match=says):
+            plugin(options(str(tmp_path), fields=fields))
+    assert plugin(options(str(tmp_path), fields={"attention_dropout": 0.1}))
+
+
+@pytest.mark.parametrize(
+    ("case", "harmless"),
+    [
+        ("qwen2", {"use_mrope": False}),
+        ("gemma2", {"sliding_window_size": 9, "_attn_implementation": "eager", "hidden_act": "gelu_pytorch_tanh"}),
+        ("gpt2", {"n_special": 0, "predict_special_tokens": True, "output_past": True, "n_ctx": 256, "summary_type": "cls_index"}),
+        ("qwen3_moe", {"qkv_bias": False, "use_qk_norm": True, "shared_expert_intermediate_size": 0, "max_window_layers": 28}),
+        (
+            "llama",
+            {"is_llama_config": True, "rope_interleaved": False, "pretraining_tp": 8, "unsloth_fixed": True},
+        ),
+        ("gemma3", {"hidden_act": "gelu_pytorch_tanh", "cache_implementation": "hybrid"}),
+    ],
+)
+def test_what_published_files_carry_along_is_accepted(case, harmless, tmp_path):
+    theirs = save(case, tmp_path)
+    edit(tmp_path, **harmless)
+    torch.testing.assert_close(load_model(tmp_path)(IDS), theirs(IDS).logits, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("case", ["gemma2", "gemma3"])
+def test_an_absent_padding_id_is_transformers_own(case, tmp_path):
+    """Looking up the padding id trains nothing, in Gemma by default."""
+    save(case, tmp_path)
+    edit(tmp_path, pad_token_id=None)
+    theirs, ours = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager"), load_model(tmp_path)
+    batch = torch.tensor([[0, 5, 0, 7, 0, 9]])
+    torch.nn.functional.cross_entropy(ours(batch)[0, :-1], batch[0, 1:]).backward()
+    theirs(batch, labels=batch).loss.backward()
+    torch.testing.assert_close(ours.embed_tokens.weight.grad, theirs.model.embed_tokens.weight.grad, atol=1e-6, rtol=1e-4)
+    fields = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**fields, "pad_token_id": None}))
+    save_model(load_model(tmp_path), tmp_path / "copy")
+    assert AutoConfig.from_pretrained(tmp_path / "copy").pad_token_id is None
+
+
+def test_only_a_models_own_files_are_ever_replaced(tmp_path, monkeypatch):
+    save("llama", tmp_path / "a")
+    model = load_model(tmp_path / "a")
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b/precious.txt").write_text("mine")
+    for overwrite in (False, True):
+        with pytest.raises(UserError, match=r"holds precious.txt"):
+            save_model(model, tmp_path / "b", overwrite=overwrite)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="is a file"):
+        save_model(model, tmp_path / "file", overwrite=True)
+    (tmp_path / "c").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "c")
+    save_model(model, tmp_path / "link")
+    assert (tmp_path / "c/config.json").is_file()
+    (tmp_path / "d").mkdir()
+    monkeypatch.chdir(tmp_path / "d")
+    save_model(model, ".")
+    assert (tmp_path / "d/config.json").is_file()
+
+
+def test_shapes_that_cannot_be_are_refused(tmp_path):
+    save("qwen3_moe", tmp_path / "q")
+    save("gemma2", tmp_path / "g")
+    for directory, fields, says in (
+        ("q", {"decoder_sparse_step": 0}, "decoder_sparse_step: 0 is too small"),
+        ("q", {"mlp_only_layers": [99]}, "there is no block 99"),
+        ("q", {"num_experts_per_tok": 7}, "num_experts_per_tok: 7 is not between 1 and the 6 experts"),
+        ("g", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar"),
+        ("g", {"sliding_window": None}, "sliding_window"),
+        ("q", {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 0}}, "original_max"),
+    ):
+        with pytest.raises(UserError, match=says):
+            shape_of(tmp_path / directory, **fields)

@@ -143,11 +143,16 @@ def _deep_merge(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any
     merged = dict(old)
     for key, value in new.items():
         before = merged.get(key)
-        if isinstance(before, Mapping) and isinstance(value, Mapping):
+        if isinstance(before, Mapping) and isinstance(value, Mapping) and not _another_kind(before, value):
             merged[key] = _deep_merge(before, value)
         else:
             merged[key] = copy.deepcopy(value)
     return merged
+
+
+def _another_kind(before: Mapping[str, Any], value: Mapping[str, Any]) -> bool:
+    """Whether a nested section says that it is something else now (``name``, ``rope_type``), to which the old options mean nothing."""
+    return any(value[key] != before[key] for key in value.keys() & before.keys() if key == "name" or str(key).endswith("_type"))
 
 
 def _paths(value: Any) -> list[Path]:

@@ -102,7 +102,8 @@ def _as_written(value: Any, hint: Any, config: Config, path: Path) -> Any:
     raw = config.origins[path].raw if path in config.origins else None
     if _without_none(hint) == (str,) and value is not None and not isinstance(value, str) and raw is not None:
         return raw
-    if isinstance(value, str) and typing.get_origin(hint) is list and "${" not in value:
+    kinds = _without_none(hint)
+    if isinstance(value, str) and len(kinds) == 1 and typing.get_origin(kinds[0]) is list and "${" not in value:
         return [value]  # a list of one may be written without brackets
     return value
 

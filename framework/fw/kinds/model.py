@@ -141,8 +141,8 @@ class ModelPlugin(Plugin):
     """``model_type`` of the config.json files this plugin reads; a literal, since it is looked up without importing the plugin."""
 
     @classmethod
-    def from_hf(cls, raw: Mapping[str, Any]) -> ModelPlugin:
-        """The plugin configured as a ``config.json`` says.
+    def from_hf(cls, raw: Mapping[str, Any], changes: Mapping[str, Any]) -> ModelPlugin:
+        """The plugin configured as a ``config.json`` says, with changes to its fields, spelt as they may be there.
 
         Raises:
             UserError: a field that cannot be honoured, by name.

@@ -31,6 +31,9 @@ _COPIED = (
     "chat_template.jinja",
     "generation_config.json",
     "additional_chat_templates",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
 )
 """What belongs to a model directory beside configuration and weights."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
+import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -94,26 +95,38 @@ class new_directory:
     """A directory that appears under its name only when the ``with`` block has succeeded."""
 
     def __init__(self, path: Path, overwrite: bool = False) -> None:
-        self.path = path
-        self.temporary = path.with_name(f"{path.name}.tmp")
-        if path.exists() and not overwrite and (not path.is_dir() or any(path.iterdir())):
-            raise UserError(f"{path} exists already; give another directory, or remove it")
+        self.path = path.resolve()
+        self._made: Path | None = None
+        if not path.exists():
+            return
+        if not path.is_dir():
+            raise UserError(f"{path} is a file; give another directory")
+        foreign = [inner.name for inner in sorted(path.iterdir()) if not (overwrite and _is_of_a_model(inner))]
+        if foreign:
+            raise UserError(f"{path} exists already and holds {foreign[0]}; give another directory, or remove it")
 
     def __enter__(self) -> Path:
-        shutil.rmtree(self.temporary, ignore_errors=True)
         try:
-            self.temporary.mkdir(parents=True)
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._made = Path(tempfile.mkdtemp(prefix=f".{self.path.name}.", suffix=".tmp", dir=self.path.parent))
+            self._made.chmod(0o755)
         except OSError as error:
-            raise UserError(f"{self.temporary} cannot be made: {error.strerror}") from None
-        return self.temporary
+            raise UserError(f"{self.path} cannot be made: {error.strerror}; give another directory") from None
+        return self._made
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        assert self._made is not None
         if kind is not None:
-            shutil.rmtree(self.temporary, ignore_errors=True)
+            shutil.rmtree(self._made, ignore_errors=True)
             return
         if self.path.is_dir():
             shutil.rmtree(self.path)
-        self.temporary.rename(self.path)
+        self._made.rename(self.path)
+
+
+def _is_of_a_model(path: Path) -> bool:
+    """Whether :func:`save_model` may have written it."""
+    return path.suffix in (".json", ".jinja", ".safetensors") or path.name == "additional_chat_templates"
 
 
 def write_weights(directory: Path, tensors: Mapping[str, Sized], value: Callable[[str], Tensor], max_bytes: int) -> None:

@@ -12,8 +12,8 @@ from fw.kinds import KINDS
 from fw.kinds.model import ModelPlugin
 
 
-def plugin_for(directory: Path, config: Mapping[str, Any]) -> ModelPlugin:
-    """The plugin that declares the config's ``model_type``, configured as the file says.
+def plugin_for(directory: Path, config: Mapping[str, Any], changes: Mapping[str, Any] | None = None) -> ModelPlugin:
+    """The plugin that declares the config's ``model_type``, configured as the file says, with ``changes`` laid over its fields.
 
     Raises:
         UserError: no plugin or several declare it, or it has a field that cannot be honoured.
@@ -35,7 +35,7 @@ def plugin_for(directory: Path, config: Mapping[str, Any]) -> ModelPlugin:
     cls = registry.load("model", names[0], ModelPlugin, KINDS["model"].apis)
     assert issubclass(cls, ModelPlugin)
     try:
-        return cls.from_hf(config)
+        return cls.from_hf(config, changes or {})
     except UserError as error:
         raise UserError(f"{place}: {error}") from None
 

@@ -21,7 +21,7 @@ def grouped_linear(x_TD: Tensor, weight_EFD: Tensor, ends_E: Tensor) -> Tensor:
         ends_E: int32; one past each group's last row. The last is T.
     """
     kind = x_TD.device.type
-    if torch.is_autocast_enabled(kind):
+    if kind != "meta" and torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
         x_TD, weight_EFD = x_TD.to(dtype), weight_EFD.to(dtype)
     return _multiply(x_TD, weight_EFD.transpose(1, 2), ends_E)

@@ -65,6 +65,9 @@ class RopeScaling:
                 raise UserError(f"model.rope_scaling.{given.name}: means nothing to rope_type {self.rope_type}; leave it out")
         if self.factor < 1:
             raise UserError(f"model.rope_scaling.factor: {self.factor} is below 1")
+        original = self.original_max_position_embeddings
+        if original is not None and original < 1:
+            raise UserError(f"model.rope_scaling.original_max_position_embeddings: {original} is too small; the least is 1")
         if self.rope_type == "llama3":
             low, high = self.low_freq_factor, self.high_freq_factor
             if low is None or high is None or not 0 < low < high:

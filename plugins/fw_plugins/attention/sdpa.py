@@ -11,7 +11,7 @@ from fw_plugins.attention.eager import EagerAttention
 
 
 class SDPAttention(AttentionPlugin):
-    """torch's fused attention: flash or memory-efficient kernels where the device has them, O(length) memory; capped scores are eager."""
+    """torch's fused attention: no scores in memory; windows and documents take a mask of length² bytes; capped scores are eager."""
 
     api = 1
     hf_name = "sdpa"
@@ -36,6 +36,11 @@ class SDPAttention(AttentionPlugin):
             seen = Pattern(q_BNLH.shape[2]).seen(q_BNLH.device) if plan is None else plan
             return EagerAttention(None).attend(q_BNLH, k_BKLH, v_BKLH, seen, scale=scale, softcap=softcap, dropout=dropout)
         grouped = q_BNLH.shape[1] != k_BKLH.shape[1]
+        if grouped and plan is not None and q_BNLH.is_cuda:
+            # With a mask, no fused CUDA kernel takes groups: the call would write out all scores. Repeated keys are the smaller price.
+            group = q_BNLH.shape[1] // k_BKLH.shape[1]
+            k_BKLH, v_BKLH = k_BKLH.repeat_interleave(group, 1), v_BKLH.repeat_interleave(group, 1)
+            grouped = False
         return F.scaled_dot_product_attention(
             q_BNLH, k_BKLH, v_BKLH, attn_mask=plan, is_causal=plan is None, scale=scale, dropout_p=dropout, enable_gqa=grouped
         )

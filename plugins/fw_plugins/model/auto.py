@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -40,8 +39,7 @@ class AutoModel(ModelPlugin):
     def __init__(self, config: AutoConfig) -> None:
         super().__init__(config)
         self._directory = find(config.path)
-        raw: Mapping[str, Any] = {**read_config(self._directory), **config.fields}
-        self._plugin = plugin_for(self._directory, raw)
+        self._plugin = plugin_for(self._directory, read_config(self._directory), config.fields)
 
     @property
     def weights(self) -> Path | None:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 
-from fw.errors import UserError
+from fw.errors import UserError, did_you_mean
 from fw.kinds.attention import AttentionPlugin
 from fw.kinds.model import CausalLM, ModelPlugin
 from fw.locate import find
+from fw.pretrained import read_config
+from fw_models.hf_config import NO_EFFECT
 
 
 @dataclass
@@ -38,14 +41,8 @@ class HFModel(ModelPlugin):
 
     def __init__(self, config: HFConfig) -> None:
         super().__init__(config)
-        from transformers import AutoConfig
-
         self._directory = find(config.path)
-        try:
-            self._hf_config = AutoConfig.from_pretrained(self._directory, **config.fields)
-        except Exception as error:  # transformers raises what it likes; the sentence must name the file
-            first = (str(error).strip().splitlines() or [""])[0]
-            raise UserError(f"model.path: transformers does not read {self._directory}/config.json: {first}") from error
+        self._hf_config = _read(self._directory, config.fields)
 
     @property
     def weights(self) -> Path | None:
@@ -67,4 +64,32 @@ class HFModel(ModelPlugin):
         name = attention.hf_name
         if not name:
             raise UserError(f"model hf: transformers has no equal of {type(attention).__name__}; use attention: sdpa or eager")
-        return HFCausalLM(lambda: AutoModelForCausalLM.from_config(self._hf_config, attn_implementation=name, dtype=torch.float32))
+
+        def make(dtype: torch.dtype) -> Any:
+            return AutoModelForCausalLM.from_config(copy.deepcopy(self._hf_config), attn_implementation=name, dtype=dtype)
+
+        try:
+            return HFCausalLM(make)
+        except (ValueError, ImportError) as error:
+            raise UserError(f"model hf: transformers builds no such model with attention '{name}': {_first_line(error)}") from error
+
+
+def _read(directory: Path, changes: dict[str, Any]) -> Any:
+    """transformers' configuration; every change must be one it has a field for."""
+    from transformers import AutoConfig
+
+    try:
+        as_it_is = AutoConfig.from_pretrained(directory, trust_remote_code=False)
+        changed = type(as_it_is).from_dict({**read_config(directory), **changes}) if changes else as_it_is
+    except Exception as error:  # transformers raises what it likes; the sentence must name the file
+        raise UserError(f"model.path: transformers does not read {directory}/config.json: {_first_line(error)}") from error
+    known = {*as_it_is.to_dict(), *getattr(as_it_is, "attribute_map", {})}
+    if unknown := sorted(set(changes) - known):
+        raise UserError(f"model.fields: {type(as_it_is).__name__} has no field {', '.join(unknown)}{did_you_mean(unknown[0], known)}")
+    if idle := sorted(set(changes) & NO_EFFECT):
+        raise UserError(f"model.fields: {', '.join(idle)} changes nothing that a model computes; leave it out")
+    return changed
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [""])[0]

@@ -21,10 +21,10 @@ class ReferenceModel(ModelPlugin):
     """A class of :mod:`fw_models`, built from configuration, vocabulary size, sequence length and attention."""
 
     @classmethod
-    def from_hf(cls, raw: Mapping[str, Any]) -> ReferenceModel:
+    def from_hf(cls, raw: Mapping[str, Any], changes: Mapping[str, Any]) -> ReferenceModel:
         """As the contract says."""
         names: HFNames = cls.architecture.hf
-        return cls(read(cls.Config, names, raw))
+        return cls(read(cls.Config, names, raw, changes))
 
     @property
     def vocab_size(self) -> int | None:
