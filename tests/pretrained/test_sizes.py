@@ -99,3 +99,9 @@ def test_a_presets_shape_can_be_overridden(workspace):
     ):
         wrong = fw("config", "tiny.yaml", "model=llama3.1-8b", override)
         assert wrong.code == 2 and says in wrong.err and f"override {override}" in wrong.err, wrong.err
+
+
+def test_an_interpolation_sees_the_defaults_around_a_nested_override(workspace):
+    words = ("model=llama3.1-8b", "model.rope_scaling.factor=16")
+    done = fw("config", "tiny.yaml", *words, "train.sequence_length=${model.rope_scaling.original_max_position_embeddings}").ok()
+    assert "sequence_length: 8192" in done.out

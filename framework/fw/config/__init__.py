@@ -3,7 +3,7 @@
 This package knows nothing of plugins: it reads, layers and remembers. :mod:`fw.recipe` gives the values their types.
 """
 
-from fw.config.load import Config, load
+from fw.config.load import Config, layered, load
 from fw.config.origin import DEFAULT, Origin
 from fw.config.schema import check_interpolations, fill, interpolated, options_of
 from fw.config.sections import LaunchSection, MemorySection, TrainSection
@@ -21,6 +21,7 @@ __all__ = [
     "fill",
     "format_size",
     "interpolated",
+    "layered",
     "load",
     "options_of",
     "parse_size",

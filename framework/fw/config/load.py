@@ -130,7 +130,7 @@ class _Layers:
                 self.origins.setdefault((section, "name"), self.origins.get((section,), DEFAULT))
             same_plugin = isinstance(old, Mapping) and value.get("name") in (None, old.get("name"))
             if isinstance(old, Mapping) and (same_plugin or "name" not in old):
-                self.tree[section] = _deep_merge(old, value)
+                self.tree[section] = layered(old, value)
                 self.origins.update(origins)
                 return
         self.tree[section] = copy.deepcopy(value)
@@ -139,12 +139,13 @@ class _Layers:
         self.origins.update(origins)
 
 
-def _deep_merge(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+def layered(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+    """``new`` over ``old``: nested sections merge, unless the new one says that it is something else; anything else is replaced."""
     merged = dict(old)
     for key, value in new.items():
         before = merged.get(key)
         if isinstance(before, Mapping) and isinstance(value, Mapping) and not _another_kind(before, value):
-            merged[key] = _deep_merge(before, value)
+            merged[key] = layered(before, value)
         else:
             merged[key] = copy.deepcopy(value)
     return merged

@@ -21,6 +21,7 @@ from fw.config import (
     check_interpolations,
     fill,
     interpolated,
+    layered,
 )
 from fw.errors import UserError, did_you_mean
 from fw.kinds import KINDS, Kind
@@ -252,7 +253,7 @@ def _with_defaults(config: Config, chosen: Mapping[str, list[_Pick]]) -> DictCon
 def _overlay(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
     defaults = OmegaConf.to_container(OmegaConf.structured(cls))
     assert isinstance(defaults, dict)
-    return {**{str(k): v for k, v in defaults.items()}, **values}
+    return layered({str(k): v for k, v in defaults.items()}, values)
 
 
 def _leaves(value: Any, path: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
