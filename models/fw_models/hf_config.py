@@ -122,7 +122,7 @@ def read(cls: type[C], names: HFNames, raw: Mapping[str, Any], changes: Mapping[
             refused.append(f"{key}={value!r}{accepted}")
     if refused:
         raise UserError(
-            f"config.json has what the architecture '{names.model_type}' does not honour here: {', '.join(refused)};"
+            f"config.json: not honoured by the architecture '{names.model_type}' here: {', '.join(refused)};"
             " use model: {name: hf, path: …} to run transformers' own code"
         )
     return cls(**values)

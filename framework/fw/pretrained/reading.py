@@ -37,7 +37,7 @@ def plugin_for(directory: Path, config: Mapping[str, Any], changes: Mapping[str,
     try:
         return cls.from_hf(config, changes or {})
     except UserError as error:
-        raise UserError(f"{place}: {error}") from None
+        raise UserError(f"{place}: {str(error).removeprefix('config.json: ')}") from None
 
 
 def plugin_name(config: Mapping[str, Any]) -> str | None:
