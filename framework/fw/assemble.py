@@ -36,18 +36,20 @@ def assemble(recipe: Recipe, vocab_size: int, mesh: DeviceMesh | None, device: t
     Raises:
         UserError: the checkpoint, or the directory training begins from, does not fit the model.
     """
-    policy = recipe.precision.policy()
+    spec = recipe.step_spec(device)
     with torch.device("meta"):
-        model = recipe.model.build(vocab_size, recipe.train.sequence_length, recipe.attention).to(policy.parameters)
+        attention = recipe.sharding.attention(recipe.attention, mesh)
+        model = recipe.model.build(vocab_size, recipe.train.sequence_length, attention).to(spec.precision.parameters)
+    recipe.sharding.parallelize(model, mesh)
     if recipe.train.compile:
         # Blocks of several kinds (windows, experts), training and evaluation, and shapes all count; beyond the limit dynamo goes eager.
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 8 * len(model.blocks))
         for block in model.blocks:
             block.compile()
-    recipe.sharding.shard(model, mesh, policy)
+    recipe.sharding.shard(model, mesh, spec)
     model.materialise(device)
     fill(model, recipe.train.seed, checkpoint, recipe.model.weights)
-    stepper = recipe.sharding.stepper(model, mesh, policy, recipe.optimizer.spec(device), recipe.train.gradient_clip_norm)
+    stepper = recipe.sharding.stepper(model, mesh, spec)
     if checkpoint is not None:
         stepper.load_optimizer_tensors(checkpoint.optimizer(dict(stepper.parameters())))
     return Assembly(model, stepper, vocab_size)

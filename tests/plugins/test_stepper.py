@@ -10,7 +10,9 @@ import torch.nn.functional as F
 
 from fw.checkpointing.placement import initialise
 from fw.errors import RunError
+from fw.kinds.offload import OffloadPolicy
 from fw.kinds.precision import LossScaling, PrecisionPolicy
+from fw.kinds.sharding import StepSpec
 from fw_models.llama import Llama, LlamaConfig
 from fw_plugins.attention.sdpa import SDPAttention
 from fw_plugins.optimizer.adamw import AdamW, AdamWConfig
@@ -20,6 +22,7 @@ from fw_plugins.sharding.single import SingleRank
 
 FP32 = PrecisionPolicy(torch.float32, torch.float32, torch.float32)
 CPU = torch.device("cpu")
+ON_DEVICE = OffloadPolicy()
 
 
 def model() -> Llama:
@@ -44,7 +47,7 @@ def test_adamw_with_clipping_equals_plain_pytorch(clip, fused):
     ours = model()
     theirs = copy.deepcopy(ours)
     spec = AdamW(AdamWConfig(lr=1e-2, weight_decay=0.1, fused=fused)).spec(CPU)
-    stepper = SingleRank(None).stepper(ours, None, FP32, spec, clip)
+    stepper = SingleRank(None).stepper(ours, None, StepSpec(FP32, ON_DEVICE, spec, clip))
     decayed = [p for n, p in theirs.named_parameters() if n.endswith("proj.weight") or n == "lm_head.weight"]
     others = [p for n, p in theirs.named_parameters() if not (n.endswith("proj.weight") or n == "lm_head.weight")]
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
@@ -68,8 +71,8 @@ def test_adamw_with_clipping_equals_plain_pytorch(clip, fused):
 def test_micro_batches_add_up():
     whole, parts = model(), model()
     spec = SGD(SGDConfig(lr=0.1, momentum=0.9)).spec(CPU)
-    one = SingleRank(None).stepper(whole, None, FP32, spec, 0.0)
-    many = SingleRank(None).stepper(parts, None, FP32, spec, 0.0)
+    one = SingleRank(None).stepper(whole, None, StepSpec(FP32, ON_DEVICE, spec, 0.0))
+    many = SingleRank(None).stepper(parts, None, StepSpec(FP32, ON_DEVICE, spec, 0.0))
     for ids in batches(3):
         one.backward(loss_of(whole, ids))
         for part in ids.split(1):
@@ -83,12 +86,12 @@ def test_micro_batches_add_up():
 def test_the_optimizers_state_survives_a_round_trip():
     first = model()
     spec = AdamW(AdamWConfig(lr=1e-2)).spec(CPU)
-    stepper = SingleRank(None).stepper(first, None, FP32, spec, 1.0)
+    stepper = SingleRank(None).stepper(first, None, StepSpec(FP32, ON_DEVICE, spec, 1.0))
     for ids in batches(2):
         stepper.backward(loss_of(first, ids))
         stepper.step(1.0)
     second = copy.deepcopy(first)
-    again = SingleRank(None).stepper(second, None, FP32, spec, 1.0)
+    again = SingleRank(None).stepper(second, None, StepSpec(FP32, ON_DEVICE, spec, 1.0))
     again.load_optimizer_tensors({name: tensor.clone() for name, tensor in stepper.optimizer_tensors().items()})
     ids = batches(3)[2]
     for module, each in ((first, stepper), (second, again)):
@@ -101,9 +104,9 @@ def test_loss_scaling_changes_nothing_but_skips_overflow():
     """In fp32, so that the mathematics of scaling is tested alone: a power of two cancels exactly."""
     plain, scaled = model(), model()
     spec = AdamW(AdamWConfig(lr=1e-2)).spec(CPU)
-    one = SingleRank(None).stepper(plain, None, FP32, spec, 0.5)
+    one = SingleRank(None).stepper(plain, None, StepSpec(FP32, ON_DEVICE, spec, 0.5))
     policy = PrecisionPolicy(torch.float32, torch.float32, torch.float32, LossScaling(2.0**10, growth_interval=2))
-    two = SingleRank(None).stepper(scaled, None, policy, spec, 0.5)
+    two = SingleRank(None).stepper(scaled, None, StepSpec(policy, ON_DEVICE, spec, 0.5))
     for number, ids in enumerate(batches(4)):
         for module, stepper in ((plain, one), (scaled, two)):
             stepper.backward(loss_of(module, ids))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -11,10 +11,34 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from fw.kinds.attention import AttentionPlugin
 from fw.kinds.model import CausalLM
+from fw.kinds.offload import OffloadPolicy
 from fw.kinds.optimizer import OptimizerSpec
 from fw.kinds.precision import PrecisionPolicy
 from fw.registry import Plugin
+
+REPLICATE, SHARD, CONTEXT, TENSOR = "replicate", "shard", "context", "tensor"
+"""Dimensions of a device mesh, in this order. Ranks that differ in the first two see different samples; along ``context`` they see
+different positions of the same samples, along ``tensor`` the same."""
+
+
+@dataclass(frozen=True)
+class StepSpec:
+    """What a step is to honour; data only, the same on every rank.
+
+    Attributes:
+        clip_norm: largest global L2 norm of the gradient; 0 means no clipping.
+        micro_batch_size: sequences per forward.
+        accumulation: forwards and backwards per step.
+    """
+
+    precision: PrecisionPolicy
+    offload: OffloadPolicy
+    optimizer: OptimizerSpec
+    clip_norm: float = 0.0
+    micro_batch_size: int = 1
+    accumulation: int = 1
 
 
 @dataclass(frozen=True)
@@ -88,10 +112,31 @@ class ShardingPlugin(Plugin):
             UserError: no mesh fits, with the sizes that do.
         """
 
+    def check(self, model: CausalLM, mesh_shape: Mapping[str, int], spec: StepSpec, sequence_length: int) -> None:
+        """Refuse what cannot work, before any rank starts. ``model`` is on the meta device.
+
+        Raises:
+            UserError: the model does not divide so, or the step cannot be honoured; with what would work.
+        """
+
+    def prepare(self, spec: StepSpec, say: Callable[[str], None]) -> None:
+        """Build what the step needs on this host (compiled operators); called once, before its ranks start."""
+
+    def attention(self, attention: AttentionPlugin, mesh: DeviceMesh | None) -> AttentionPlugin:
+        """What the model computes attention with, where ranks divide sequences between them."""
+        return attention
+
+    def local_batch(self, batch: dict[str, Tensor], mesh: DeviceMesh | None) -> dict[str, Tensor]:
+        """This rank's part of a batch ``[B, L]`` that all ranks of its replica have read; on the host."""
+        return batch
+
+    def parallelize(self, model: CausalLM, mesh: DeviceMesh | None) -> None:
+        """Divide the computation of single layers between ranks, by the model's names, before anything wraps them; on the meta device."""
+
     @abstractmethod
-    def shard(self, model: CausalLM, mesh: DeviceMesh | None, policy: PrecisionPolicy) -> None:
+    def shard(self, model: CausalLM, mesh: DeviceMesh | None, spec: StepSpec) -> None:
         """Divide the parameters in place, on the meta device, before any has bytes. Called on every rank."""
 
     @abstractmethod
-    def stepper(self, model: CausalLM, mesh: DeviceMesh | None, policy: PrecisionPolicy, spec: OptimizerSpec, clip_norm: float) -> Stepper:
-        """The owner of the step, once the parameters have their values. ``clip_norm`` 0 means no clipping."""
+    def stepper(self, model: CausalLM, mesh: DeviceMesh | None, spec: StepSpec) -> Stepper:
+        """The owner of the step, once the parameters have their values."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path as FilePath
 from typing import Any, cast
 
+import torch
 from omegaconf import DictConfig, OmegaConf
 
 from fw import registry
@@ -32,10 +33,11 @@ from fw.kinds.launcher import LauncherPlugin
 from fw.kinds.logger import LoggerPlugin
 from fw.kinds.model import ModelPlugin
 from fw.kinds.objective import ObjectivePlugin
+from fw.kinds.offload import OffloadPlugin
 from fw.kinds.optimizer import OptimizerPlugin
 from fw.kinds.precision import PrecisionPlugin
 from fw.kinds.schedule import SchedulePlugin
-from fw.kinds.sharding import ShardingPlugin
+from fw.kinds.sharding import REPLICATE, SHARD, TENSOR, ShardingPlugin, StepSpec
 from fw.recipe import batch, rules
 from fw.recipe.world import World, world_size
 from fw.registry import Plugin
@@ -55,6 +57,7 @@ class Recipe:
     objective: ObjectivePlugin
     precision: PrecisionPlugin
     sharding: ShardingPlugin
+    offload: OffloadPlugin
     optimizer: OptimizerPlugin
     schedule: SchedulePlugin
     checkpoint: CheckpointPlugin
@@ -72,8 +75,26 @@ class Recipe:
 
     @property
     def replicas(self) -> int:
-        """Ranks that see different data."""
-        return self.world_size
+        """Groups of ranks that see different samples; the ranks of a group are consecutive."""
+        return _replicas(self.mesh_shape)
+
+    @property
+    def copies(self) -> int:
+        """Ranks that compute the same loss: those that divide layers between them."""
+        return self.mesh_shape.get(TENSOR, 1)
+
+    def step_spec(self, device: torch.device) -> StepSpec:
+        """What the step is to honour on ``device``."""
+        offload = self.offload.policy()
+        runs_on = device if offload.optimizer == "device" else torch.device("cpu")
+        return StepSpec(
+            self.precision.policy(),
+            offload,
+            self.optimizer.spec(runs_on),
+            self.train.gradient_clip_norm,
+            self.micro_batch_size,
+            self.accumulation,
+        )
 
     @property
     def accumulation(self) -> int:
@@ -155,11 +176,15 @@ def resolve(config: Config, world: World | None = None) -> Recipe:
         resume=resume,
         world_size=size,
         mesh_shape=mesh_shape,
-        micro_batch_size=batch.micro_batch_size(train, size, config),
+        micro_batch_size=batch.micro_batch_size(train, _replicas(mesh_shape), config),
         names={kind: tuple(name for name, _ in plugins) for kind, plugins in made.items()},
         tree=tree,
         **cast(dict[str, Any], one),
     )
+
+
+def _replicas(mesh_shape: Mapping[str, int]) -> int:
+    return mesh_shape.get(REPLICATE, 1) * mesh_shape.get(SHARD, 1)
 
 
 @dataclass(frozen=True)

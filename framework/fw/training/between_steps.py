@@ -59,7 +59,7 @@ class BetweenSteps(Callback):
             self.throughput.step(self._recipe.tokens_per_step)
             self._progress.advance(outcome.step)
             return
-        (loss,) = module.strategy.sum_on_host([float(outcome.loss)])
+        (loss,) = module.strategy.sum_on_host([float(outcome.loss) / self._recipe.copies])
         grad_norm = float(outcome.grad_norm)
         self.throughput.step(self._recipe.tokens_per_step)
         rate = self.throughput.lap()

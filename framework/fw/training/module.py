@@ -22,7 +22,7 @@ class StepOutcome:
 
     Attributes:
         step: counted from 1.
-        loss: this rank's part of the global mean loss.
+        loss: this rank's part of the global mean loss; ranks that divide layers between them have the same part.
     """
 
     step: int
@@ -80,7 +80,8 @@ class TrainingModule(pl.LightningModule):
         """None: the stepper has its own."""
 
     def on_before_batch_transfer(self, batch: dict[str, Tensor], dataloader_idx: int) -> dict[str, Tensor]:
-        """Count targets while the batch is still on the host, so that no step waits for the device to know."""
+        """Take this rank's part and count its targets while the batch is on the host, so that no step waits for the device."""
+        batch = self.recipe.sharding.local_batch(batch, self.strategy.mesh)
         self._targets = self.recipe.objective.count(batch)
         return batch
 
@@ -105,7 +106,7 @@ class TrainingModule(pl.LightningModule):
             last = number == len(micro_batches) - 1
             with stepper.micro_batch(last):
                 with stepper.forward_context():
-                    loss = recipe.objective.loss_sum(stepper.module, micro) / max(count, 1.0)
+                    loss = recipe.objective.loss_sum(stepper.module, micro) / max(count / recipe.copies, 1.0)
                 stepper.backward(loss)
             loss_parts.append(loss.detach())
         lr_factor = recipe.schedule.factor(step, recipe.train.max_steps)

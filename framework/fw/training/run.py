@@ -126,8 +126,10 @@ def _train_rank(recipe: Recipe, world: World) -> TrainResult:
     if checkpoint is not None and world.is_first:
         _say(f"resuming from {checkpoint.path} at step {start_step}")
     pin = device.type == "cuda"
-    steps = StepOrder(len(corpus.train), recipe.train.global_batch_size, recipe.train.seed, world.rank, world.size, module.samples_seen)
-    passes = RankedBatches(len(corpus.val), recipe.micro_batch_size, world.rank, world.size)
+    replicas = recipe.replicas
+    replica = world.rank * replicas // recipe.world_size
+    steps = StepOrder(len(corpus.train), recipe.train.global_batch_size, recipe.train.seed, replica, replicas, module.samples_seen)
+    passes = RankedBatches(len(corpus.val), recipe.micro_batch_size, replica, replicas)
     try:
         trainer.fit(module, loader(corpus.train, steps, pin), loader(corpus.val, passes, pin))
         code, summary = stop.exit_code, {}

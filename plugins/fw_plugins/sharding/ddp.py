@@ -14,9 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fw.errors import UserError
 from fw.kinds.model import CausalLM
-from fw.kinds.optimizer import OptimizerSpec
-from fw.kinds.precision import PrecisionPolicy
-from fw.kinds.sharding import ShardingPlugin, Stepper
+from fw.kinds.sharding import REPLICATE, ShardingPlugin, Stepper, StepSpec
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import GradBucket
@@ -50,28 +48,21 @@ class DDP(ShardingPlugin):
 
     def mesh_shape(self, world_size: int) -> dict[str, int]:
         """All ranks are replicas."""
-        return {"replicate": world_size}
+        return {REPLICATE: world_size}
 
-    def shard(self, model: CausalLM, mesh: DeviceMesh | None, policy: PrecisionPolicy) -> None:
+    def shard(self, model: CausalLM, mesh: DeviceMesh | None, spec: StepSpec) -> None:
         """Nothing to divide; the wrapper comes with the step."""
 
-    def stepper(self, model: CausalLM, mesh: DeviceMesh | None, policy: PrecisionPolicy, spec: OptimizerSpec, clip_norm: float) -> Stepper:
+    def stepper(self, model: CausalLM, mesh: DeviceMesh | None, spec: StepSpec) -> Stepper:
         """The plain step over averaged gradients."""
         assert mesh is not None
-        return _DDPStepper(model, mesh, policy, spec, clip_norm, self.config)
+        return _DDPStepper(model, mesh, spec, self.config)
 
 
 class _DDPStepper(TorchStepper):
-    def __init__(
-        self,
-        model: CausalLM,
-        mesh: DeviceMesh,
-        policy: PrecisionPolicy,
-        spec: OptimizerSpec,
-        clip_norm: float,
-        config: DDPConfig,
-    ) -> None:
-        super().__init__(model, policy, spec, clip_norm, replicas=mesh.size())
+    def __init__(self, model: CausalLM, mesh: DeviceMesh, spec: StepSpec, config: DDPConfig) -> None:
+        super().__init__(model, spec, replicas=mesh.size())
+        policy = spec.precision
         self._static_graph = config.static_graph
         self._wrapped = DistributedDataParallel(
             model,

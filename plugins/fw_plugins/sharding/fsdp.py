@@ -9,9 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from fw.kinds.model import CausalLM
-from fw.kinds.optimizer import OptimizerSpec
-from fw.kinds.precision import PrecisionPolicy
-from fw.kinds.sharding import ShardingPlugin, Stepper
+from fw.kinds.sharding import SHARD, ShardingPlugin, Stepper, StepSpec
 from fw_plugins.sharding.torch_stepper import TorchStepper
 
 
@@ -33,11 +31,12 @@ class FSDP(ShardingPlugin):
 
     def mesh_shape(self, world_size: int) -> dict[str, int]:
         """All ranks share one copy."""
-        return {"shard": world_size}
+        return {SHARD: world_size}
 
-    def shard(self, model: CausalLM, mesh: DeviceMesh | None, policy: PrecisionPolicy) -> None:
+    def shard(self, model: CausalLM, mesh: DeviceMesh | None, spec: StepSpec) -> None:
         """Each block is a unit; embedding, final norm and head form the last one."""
         assert mesh is not None
+        policy = spec.precision
         dtypes = MixedPrecisionPolicy()
         if policy.compute != policy.parameters or policy.reduce != policy.parameters:
             dtypes = MixedPrecisionPolicy(param_dtype=policy.compute, reduce_dtype=policy.reduce)
@@ -45,10 +44,10 @@ class FSDP(ShardingPlugin):
             fully_shard(block, mesh=mesh, mp_policy=dtypes, reshard_after_forward=self.config.reshard_after_forward)
         fully_shard(model, mesh=mesh, mp_policy=dtypes, reshard_after_forward=self.config.reshard_after_forward)
 
-    def stepper(self, model: CausalLM, mesh: DeviceMesh | None, policy: PrecisionPolicy, spec: OptimizerSpec, clip_norm: float) -> Stepper:
+    def stepper(self, model: CausalLM, mesh: DeviceMesh | None, spec: StepSpec) -> Stepper:
         """The plain step over sharded gradients."""
         assert mesh is not None
-        return _FSDPStepper(model, policy, spec, clip_norm, replicas=mesh.size())
+        return _FSDPStepper(model, spec, replicas=mesh.size())
 
 
 class _FSDPStepper(TorchStepper):

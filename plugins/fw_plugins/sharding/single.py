@@ -6,9 +6,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fw.errors import UserError
 from fw.kinds.model import CausalLM
-from fw.kinds.optimizer import OptimizerSpec
-from fw.kinds.precision import PrecisionPolicy
-from fw.kinds.sharding import ShardingPlugin, Stepper
+from fw.kinds.sharding import ShardingPlugin, Stepper, StepSpec
 from fw_plugins.sharding.torch_stepper import TorchStepper
 
 
@@ -23,9 +21,9 @@ class SingleRank(ShardingPlugin):
             raise UserError(f"sharding 'single' runs on one rank, not {world_size}; choose sharding=ddp or sharding=fsdp")
         return {}
 
-    def shard(self, model: CausalLM, mesh: DeviceMesh | None, policy: PrecisionPolicy) -> None:
+    def shard(self, model: CausalLM, mesh: DeviceMesh | None, spec: StepSpec) -> None:
         """Nothing to divide."""
 
-    def stepper(self, model: CausalLM, mesh: DeviceMesh | None, policy: PrecisionPolicy, spec: OptimizerSpec, clip_norm: float) -> Stepper:
+    def stepper(self, model: CausalLM, mesh: DeviceMesh | None, spec: StepSpec) -> Stepper:
         """The plain step."""
-        return TorchStepper(model, policy, spec, clip_norm)
+        return TorchStepper(model, spec)

@@ -12,9 +12,8 @@ from torch.distributed.tensor import DTensor
 
 from fw.errors import RunError
 from fw.kinds.model import CausalLM
-from fw.kinds.optimizer import OptimizerSpec
-from fw.kinds.precision import LossScaling, PrecisionPolicy
-from fw.kinds.sharding import Stepper, StepResult
+from fw.kinds.precision import LossScaling
+from fw.kinds.sharding import Stepper, StepResult, StepSpec
 from fw_plugins.sharding.norm import global_norm
 
 _LEAST_SCALE = 2.0**-20
@@ -46,21 +45,21 @@ class LossScale:
 class TorchStepper(Stepper):
     """Autograd, one torch optimizer, clipping by the global norm. ``replicas`` ranks average their gradients, so losses are scaled up."""
 
-    def __init__(self, model: CausalLM, policy: PrecisionPolicy, spec: OptimizerSpec, clip_norm: float, replicas: int = 1) -> None:
+    def __init__(self, model: CausalLM, spec: StepSpec, replicas: int = 1) -> None:
         self._model = model
-        self._policy = policy
-        self._clip_norm = clip_norm
+        self._policy = spec.precision
+        self._clip_norm = spec.clip_norm
         self._replicas = replicas
-        self._scale = LossScale(policy.loss_scaling)
-        self._lr = spec.lr
+        self._scale = LossScale(spec.precision.loss_scaling)
+        self._lr = spec.optimizer.lr
         self._device = next(model.parameters()).device
         undecayed = model.undecayed()
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         groups = [
-            {"params": [p for name, p in named if name not in undecayed], "weight_decay": spec.weight_decay},
+            {"params": [p for name, p in named if name not in undecayed], "weight_decay": spec.optimizer.weight_decay},
             {"params": [p for name, p in named if name in undecayed], "weight_decay": 0.0},
         ]
-        self._optimizer = spec.cls([g for g in groups if g["params"]], lr=spec.lr, **spec.arguments)
+        self._optimizer = spec.optimizer.cls([g for g in groups if g["params"]], lr=self._lr, **spec.optimizer.arguments)
 
     @property
     def module(self) -> nn.Module:

@@ -1,0 +1,47 @@
+"""A tier of memory for each part of training state."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from fw.errors import UserError
+from fw.kinds.offload import OffloadPlugin, OffloadPolicy
+
+
+@dataclass
+class TiersConfig:
+    """Where each part of training state lives between its uses: `device`, `cpu` (host memory) or `nvme` (files under `path`)."""
+
+    optimizer: Literal["device", "cpu", "nvme"] = "device"
+    """Optimizer state; the step is computed on the host. Frees all of it on the device (8 bytes per parameter for AdamW in fp32)."""
+    params: Literal["device", "cpu", "nvme"] = "device"
+    """This rank's share of the parameters, copied to the device block by block; needs sharding that gathers them so."""
+    gradients: Literal["device", "cpu"] = "device"
+    """Gradients, once they are reduced over ranks."""
+    activations: Literal["device", "cpu", "nvme"] = "device"
+    """What forward keeps for backward: copied away in forward, back in backward. Frees it on the device at the price of two copies."""
+    path: str = ""
+    """Directory on the disk for `nvme`; its free space is checked before the run starts to fill it."""
+
+    def __post_init__(self) -> None:
+        on_disk = [name for name in ("optimizer", "params", "activations") if getattr(self, name) == "nvme"]
+        if on_disk and not self.path:
+            raise UserError(f"offload.{on_disk[0]}: nvme needs offload.path, a directory on the disk")
+        if self.path and not on_disk:
+            raise UserError("offload.path: nothing is offloaded to nvme; leave it out, or set optimizer, params or activations to nvme")
+
+
+class Tiers(OffloadPlugin):
+    """Training state on the device, in host memory or on disk, part by part."""
+
+    api = 1
+    Config = TiersConfig
+    config: TiersConfig
+
+    def policy(self) -> OffloadPolicy:
+        """As configured."""
+        c = self.config
+        path = Path(c.path) if c.path else None
+        return OffloadPolicy(c.optimizer, c.params, c.gradients, c.activations, path)
