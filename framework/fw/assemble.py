@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fw.checkpointing.placement import initialise
 from fw.checkpointing.tensor_files import TensorFiles, load_weights
+from fw.errors import UserError
 from fw.kinds.checkpoint import Reader
 from fw.kinds.model import CausalLM
 from fw.kinds.sharding import Stepper
@@ -53,6 +54,20 @@ def assemble(recipe: Recipe, vocab_size: int, mesh: DeviceMesh | None, device: t
     if checkpoint is not None:
         stepper.load_optimizer_tensors(checkpoint.optimizer(dict(stepper.parameters())))
     return Assembly(model, stepper, vocab_size)
+
+
+def check(recipe: Recipe, vocab_size: int, device: torch.device) -> None:
+    """Refuse what the model's shape stands against, before any rank starts.
+
+    Raises:
+        UserError: sharding does not fit the model, or does not do what the other plugins ask for.
+    """
+    with torch.device("meta"):
+        model = recipe.model.build(vocab_size, recipe.train.sequence_length, recipe.attention)
+    try:
+        recipe.sharding.check(model, recipe.mesh_shape, recipe.step_spec(device), recipe.train.sequence_length)
+    except UserError as error:
+        raise UserError(f"{recipe.config.origin(('sharding',))}: {error}") from None
 
 
 def fill(model: CausalLM, seed: int, checkpoint: Reader | None, weights: Path | None) -> None:

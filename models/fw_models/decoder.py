@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from fw.errors import UserError
 from fw.kinds.attention import AttentionPlugin, Pattern
-from fw.kinds.model import CausalLM, HFTensor, Init, KVShape, Readout
+from fw.kinds.model import CausalLM, HFTensor, Init, KVShape, Readout, TensorPlan
 from fw_models.hf_config import HFNames, write
 from fw_models.layers import Angles, Attention, AttentionShape, GatedMLP, RMSNorm, Rope, RopeScaling, positions
 
@@ -237,6 +237,45 @@ class Decoder(CausalLM):
             outside += self.embed_tokens.weight.numel()
         seen = sum(min(sequence_length, shape.window or sequence_length) for shape in self.kv_shapes)
         return 6.0 * (self.active_parameters() - outside) + 12.0 * c.num_attention_heads * c.head_size * seen
+
+    def tensor_plan(self) -> TensorPlan:
+        """Heads, features of the feed-forward network and vocabulary."""
+        c = self.config
+        return TensorPlan(
+            split={
+                "embed_tokens.weight": 0,
+                "lm_head.weight": 0,
+                **{f"layers.*.self_attn.{which}_proj.{part}": 0 for which in "qkv" for part in ("weight", "bias")},
+                "layers.*.self_attn.o_proj.weight": 1,
+                "layers.*.mlp.gate_proj.weight": 0,
+                "layers.*.mlp.up_proj.weight": 0,
+                "layers.*.mlp.down_proj.weight": 1,
+                "layers.*.mlp.experts.gate_proj": 1,
+                "layers.*.mlp.experts.up_proj": 1,
+                "layers.*.mlp.experts.down_proj": 2,
+            },
+            vocabulary=frozenset({"embed_tokens"}),
+            whole_input=frozenset({"layers.*.self_attn", "layers.*.mlp"}),
+            partial_output=frozenset({"layers.*.self_attn", "layers.*.mlp"}),
+            whole_output=frozenset({"norm"}),
+            once=frozenset({"layers.*.self_attn.o_proj.bias"}),
+            sizes={
+                "attention heads": c.num_attention_heads,
+                "key and value heads": c.kv_heads,
+                "features of the feed-forward network": self.feed_forward_size,
+            },
+        )
+
+    @property
+    def feed_forward_size(self) -> int:
+        """Features inside a feed-forward network; of several kinds of them, what divides all."""
+        return self.config.intermediate_size
+
+    def whole_sequences_because(self) -> str:
+        """Only where the longest position decides the angles of all."""
+        scaling = self.config.rope_scaling
+        dynamic = scaling is not None and scaling.rope_type == "dynamic"
+        return "model.rope_scaling of type dynamic depends on the longest position of the batch" if dynamic else ""
 
     def hf_config(self) -> dict[str, Any]:
         """``config.json`` of transformers' class for this architecture."""

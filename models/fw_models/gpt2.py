@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fw.errors import UserError
 from fw.kinds.attention import AttentionPlugin, Pattern
-from fw.kinds.model import CausalLM, HFTensor, Init, KVShape, Readout
+from fw.kinds.model import CausalLM, HFTensor, Init, KVShape, Readout, TensorPlan
 from fw_models.hf_config import HFNames, write
 from fw_models.layers import ACTIVATIONS, positions
 
@@ -79,10 +79,10 @@ class GPT2Attention(nn.Module):
 
     def __init__(self, config: GPT2Config, layer: int, attention: AttentionPlugin) -> None:
         super().__init__()
-        self.heads = config.n_head
+        self.head_dim = config.n_embd // config.n_head
         self.attention = attention
         self.dropout, self.out_dropout = config.attn_pdrop, config.resid_pdrop
-        self.scale = (config.n_embd // config.n_head) ** -0.5 if config.scale_attn_weights else 1.0
+        self.scale = self.head_dim**-0.5 if config.scale_attn_weights else 1.0
         if config.scale_attn_by_inverse_layer_idx:
             self.scale /= layer + 1
         self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)
@@ -91,7 +91,7 @@ class GPT2Attention(nn.Module):
     def forward(self, x_BLD: Tensor, plan: Any) -> Tensor:
         """``[B, L, D]`` → ``[B, L, D]``."""
         q_BNLH, k_BNLH, v_BNLH = (
-            part_BLD.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part_BLD in self.c_attn(x_BLD).chunk(3, dim=-1)
+            part_BLD.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part_BLD in self.c_attn(x_BLD).chunk(3, dim=-1)
         )
         dropout = self.dropout if self.training else 0.0
         out_BNLH = self.attention.attend(q_BNLH, k_BNLH, v_BNLH, plan, scale=self.scale, dropout=dropout)
@@ -204,6 +204,37 @@ class GPT2(CausalLM):
         if self.lm_head is not None:
             products -= self.wte.weight.numel()
         return 6.0 * products + 12.0 * self.config.n_layer * self.config.n_embd * sequence_length
+
+    def tensor_plan(self) -> TensorPlan:
+        """Heads, features of the feed-forward network and vocabulary; queries, keys and values are one projection."""
+        inner = self.config.n_inner or 4 * self.config.n_embd
+        return TensorPlan(
+            split={
+                "wte.weight": 0,
+                "lm_head.weight": 0,
+                "h.*.attn.c_attn.weight": 0,
+                "h.*.attn.c_attn.bias": 0,
+                "h.*.attn.c_proj.weight": 1,
+                "h.*.mlp.c_fc.weight": 0,
+                "h.*.mlp.c_fc.bias": 0,
+                "h.*.mlp.c_proj.weight": 1,
+            },
+            vocabulary=frozenset({"wte"}),
+            whole_input=frozenset({"h.*.attn", "h.*.mlp"}),
+            partial_output=frozenset({"h.*.attn.c_proj", "h.*.mlp.c_proj"}),  # before dropout, which is for the sum
+            whole_output=frozenset({"ln_f"}),
+            repeated_output=frozenset({"wpe"}),
+            fused={"h.*.attn.c_attn": 3},
+            once=frozenset({"h.*.attn.c_proj.bias", "h.*.mlp.c_proj.bias"}),
+            sizes={
+                "attention heads": self.config.n_head,
+                "features of the feed-forward network": inner,
+            },
+        )
+
+    def whole_sequences_because(self) -> str:
+        """Nothing stands against it."""
+        return ""
 
     def hf_config(self) -> dict[str, Any]:
         """``config.json`` of ``GPT2LMHeadModel``."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -115,6 +116,13 @@ class Qwen3MoE(ExpertsDecoder):
             return Block(c, attention, GatedMLP(c.hidden_size, c.intermediate_size))
         moe = MoE(c.hidden_size, c.moe_intermediate_size, c.num_experts, c.num_experts_per_tok, normalise=c.norm_topk_prob)
         return Block(c, attention, moe)
+
+    @property
+    def feed_forward_size(self) -> int:
+        """Of experts, and of networks without where there are any."""
+        c = self.config
+        dense = not all(c.sparse(layer) for layer in range(c.num_hidden_layers))
+        return math.gcd(c.moe_intermediate_size, c.intermediate_size if dense else 0)
 
     def hf_tensors(self, name: str) -> Sequence[HFTensor]:
         """An expert is a tensor of its own in the file: ``model.layers.0.mlp.experts.E.up_proj.weight``."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -53,6 +53,34 @@ class KVShape:
     heads: int
     head_dim: int
     window: int | None = None
+
+
+@dataclass(frozen=True)
+class TensorPlan:
+    """How the layers of a model divide between ranks, by the names of modules and parameters; ``*`` stands for what is between dots.
+
+    Attributes:
+        split: parameters of which each rank keeps a part, and the dimension they are cut along. All others are kept whole, and each rank
+            sees a part of their gradient.
+        vocabulary: embeddings whose rows are cut.
+        whole_input: modules whose first argument ``[B, L, …]`` is gathered along the sequence.
+        partial_output: modules whose output (the first, of a tuple) is this rank's part of a sum: summed, and scattered along the sequence.
+        whole_output: modules whose output is gathered along the sequence.
+        repeated_output: modules whose output all ranks compute for the whole sequence, of which each takes its positions.
+        fused: linear layers that are several projections in one, and how many.
+        once: parameters that every rank adds to its part of a sum, where the sum wants them once.
+        sizes: what must be a multiple of the number of ranks, in words; ``attention heads`` among them.
+    """
+
+    split: Mapping[str, int]
+    vocabulary: frozenset[str] = frozenset()
+    whole_input: frozenset[str] = frozenset()
+    partial_output: frozenset[str] = frozenset()
+    whole_output: frozenset[str] = frozenset()
+    repeated_output: frozenset[str] = frozenset()
+    fused: Mapping[str, int] = field(default_factory=dict)
+    once: frozenset[str] = frozenset()
+    sizes: Mapping[str, int] = field(default_factory=dict)
 
 
 class CausalLM(nn.Module):
@@ -108,6 +136,14 @@ class CausalLM(nn.Module):
     def hf_tensors(self, name: str) -> Sequence[HFTensor]:
         """The tensors of a Hugging Face checkpoint that together are the parameter called ``name``."""
         return (HFTensor(name),)
+
+    def tensor_plan(self) -> TensorPlan | None:
+        """How layers divide between ranks; None where nobody has said."""
+        return None
+
+    def whole_sequences_because(self) -> str:
+        """Why ranks cannot each take some positions of a sequence, as a clause; empty where they can, the attention plugin seeing to it."""
+        return "its attention is not a plugin's"
 
     hf_prefix: ClassVar[str] = ""
     """What :meth:`hf_tensors` put before most names, and some published files leave out (``transformer.`` of GPT-2)."""

@@ -22,4 +22,9 @@ class ObjectivePlugin(Plugin):
 
     @abstractmethod
     def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        """Forward and the loss summed over the batch: a scalar in fp32 with a graph. ``model`` may be wrapped: call it only."""
+        """Forward and the loss summed over the batch: a scalar in fp32 with a graph. ``model`` may be wrapped: call it only.
+
+        It takes the batch's ``input_ids``, and ``positions`` and ``segments`` where there are any, as :class:`fw.kinds.model.CausalLM`
+        does. Logits may be divided between ranks along the vocabulary: then ``cross_entropy`` is computed so, and other operations as
+        DTensors do.
+        """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -64,6 +64,13 @@ class Stepper(ABC):
     @abstractmethod
     def micro_batch(self, last: bool) -> AbstractContextManager[object]:
         """Enter around forward and backward of one micro-batch; ``last`` says whether a step follows."""
+
+    def whole_sequences(self) -> AbstractContextManager[object]:
+        """Enter around a forward on sequences that :meth:`ShardingPlugin.local_batch` has not divided, in evaluation."""
+        return nullcontext()
+
+    length_multiple: int = 1
+    """What the length of a sequence must be a multiple of."""
 
     @abstractmethod
     def backward(self, loss: Tensor) -> None:

@@ -18,6 +18,7 @@ import pytorch_lightning as pl
 import torch
 
 from fw import config as configuration
+from fw.assemble import check
 from fw.config import Config
 from fw.errors import EXIT_FAILED, EXIT_OK, RunError, UserError
 from fw.kinds.data import Corpus
@@ -65,8 +66,9 @@ def train(config: str | Path | Config, *overrides: str) -> TrainResult:
 
 def _launch(recipe: Recipe, files: Sequence[str], overrides: Sequence[str]) -> TrainResult:
     """Start the ranks. What can be wrong is found here first, where it is said once, and the slow preparation is done once."""
-    _device(recipe, World(local_size=recipe.launch.devices))
-    corpus, _ = _open_data(recipe, say=_say)
+    device = _device(recipe, World(local_size=recipe.launch.devices))
+    corpus, vocab_size = _open_data(recipe, say=_say)
+    check(recipe, vocab_size, device)
     checkpoints.find(recipe, corpus)
     command = [sys.executable, "-m", "fw", "train", *files, *overrides]
     code = recipe.launcher.launch(command, recipe.launch)
@@ -80,6 +82,8 @@ def _train_rank(recipe: Recipe, world: World) -> TrainResult:
     _end_with_parent()
     device = _device(recipe, world)
     corpus, vocab_size = _open_data(recipe, say=_say if world.is_first else _say_nothing)
+    if OUTCOME_DIR not in os.environ:  # else the launching process has done so
+        check(recipe, vocab_size, device)
     checkpoint = checkpoints.find(recipe, corpus)
     torch.manual_seed((recipe.train.seed * 1_000_003 + world.rank) % 2**63)
     if recipe.launch.threads is not None:
@@ -207,5 +211,6 @@ def _quiet() -> None:
     """Lightning's advice is for people who write its Trainer's arguments; fw has written them."""
     for name in ("pytorch_lightning", "lightning.pytorch", "lightning_fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)  # how a checkpoint gathers a parameter
     warnings.filterwarnings("ignore", module="pytorch_lightning|lightning_fabric|lightning_utilities")
     warnings.filterwarnings("ignore", message=".*`configure_optimizers` returned `None`.*")

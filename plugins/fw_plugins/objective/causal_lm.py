@@ -42,11 +42,11 @@ class CausalLMObjective(ObjectivePlugin):
             logits_TV = head(x_BLD).flatten(0, 1).float()
             loss = F.cross_entropy(logits_TV, labels_T, ignore_index=IGNORED, reduction="sum")
             if z_loss:
-                log_z_T = logits_TV.logsumexp(-1)[labels_T != IGNORED]
-                loss = loss + z_loss * log_z_T.square().sum()
+                # A product and no selection, which logits divided between ranks do not know.
+                loss = loss + z_loss * (logits_TV.logsumexp(-1).square() * (labels_T != IGNORED)).sum()
             if auxiliary is not None:
                 loss = loss + auxiliary * (labels_T != IGNORED).sum()  # a mean per token, as the loss will be
             return loss
 
-        loss: Tensor = model(batch["input_ids"], segments_BL=batch.get("segments"), readout=readout)
+        loss: Tensor = model(batch["input_ids"], positions_BL=batch.get("positions"), segments_BL=batch.get("segments"), readout=readout)
         return loss

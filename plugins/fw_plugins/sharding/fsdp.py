@@ -1,56 +1,198 @@
-"""Every rank keeps a slice of everything; blocks are gathered as they are needed."""
+"""Every rank keeps a slice of everything; blocks are gathered as they are needed. Layers and sequences may be divided besides."""
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+import itertools
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from fw.errors import UserError
+from fw.kinds.attention import AttentionPlugin
 from fw.kinds.model import CausalLM
-from fw.kinds.sharding import SHARD, ShardingPlugin, Stepper, StepSpec
+from fw.kinds.sharding import CONTEXT, REPLICATE, SHARD, TENSOR, ShardingPlugin, Stepper, StepSpec
+from fw_plugins.sharding import context_parallel, tensor_parallel
 from fw_plugins.sharding.torch_stepper import TorchStepper
 
 
 @dataclass
 class FSDPConfig:
-    """When gathered parameters are given back."""
+    """The device mesh, and when gathered parameters are given back. replicate × shard × context × tensor is the number of ranks."""
 
-    reshard_after_forward: bool = True
+    replicate: int = 1
+    """Copies of the model, each divided over its own ranks (HSDP): gathers stay inside a copy, gradients are averaged over copies."""
+    shard: int | None = None
+    """Ranks that divide parameters, gradients and optimizer state, and see different samples: each keeps 1/(shard · context · tensor)
+    of the parameters. Empty for what the others leave of the world."""
+    context: int = 1
+    """Ranks that divide each sequence, and the parameters too: activations per rank shrink in proportion; attention exchanges heads."""
+    tensor: int = 1
+    """Ranks that divide each layer, by heads and features, and what is between layers by the sequence: activations, logits and gathered
+    parameters shrink in proportion. Communicates in every layer: for ranks of one host."""
+    reshard_after_forward: bool | int = True
     """Free a block's gathered parameters after its forward and gather them again for backward. Off: one gather less per block, and
-    every rank holds all parameters in the compute dtype between forward and backward."""
+    every rank holds all parameters in the compute dtype between forward and backward. A number n: keep them divided over n ranks only,
+    a divisor of `shard` · `context`, so that backward gathers among n."""
+    forward_prefetch: int = 0
+    """Blocks gathered ahead of the one that computes, where the host does not run far enough ahead by itself; each takes a gathered
+    block."""
+    backward_prefetch: int = 1
+    """Blocks gathered ahead in backward; each takes a gathered block."""
+
+    def __post_init__(self) -> None:
+        for name in ("replicate", "shard", "context", "tensor", "backward_prefetch"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UserError(f"sharding.{name}: {value} is too small; the least is 1")
+        if self.forward_prefetch < 0:
+            raise UserError(f"sharding.forward_prefetch: {self.forward_prefetch} is below 0")
 
 
 class FSDP(ShardingPlugin):
-    """Fully sharded data parallel (torch FSDP2): each rank keeps 1/N of parameters, gradients and optimizer state."""
+    """Fully sharded data parallel (torch FSDP2): each rank keeps 1/N of parameters, gradients and optimizer state. Copies of it (HSDP),
+    tensor and context parallelism compose with it on one device mesh."""
 
     api = 1
     Config = FSDPConfig
     config: FSDPConfig
+    _exchange: context_parallel.ExchangedHeads | None = None
+    _parameter_mesh: DeviceMesh | None = None
 
     def mesh_shape(self, world_size: int) -> dict[str, int]:
-        """All ranks share one copy."""
-        return {SHARD: world_size}
+        """By the options; what they leave open goes to `shard`."""
+        c = self.config
+        others = c.replicate * c.context * c.tensor
+        shard = c.shard or max(1, world_size // others)
+        if shard * others != world_size:
+            asked = " × ".join(
+                f"{k} {v}" for k, v in (("replicate", c.replicate), ("shard", c.shard), ("context", c.context)) if v not in (1, None)
+            )
+            asked = " × ".join(filter(None, (asked, f"tensor {c.tensor}" if c.tensor > 1 else "")))
+            raise UserError(f"fsdp: {asked} does not fit {world_size} ranks; what does: {'; '.join(self._fitting(world_size))}")
+        rest = {REPLICATE: c.replicate, CONTEXT: c.context, TENSOR: c.tensor}
+        whole = {REPLICATE: c.replicate, SHARD: shard, CONTEXT: c.context, TENSOR: c.tensor}
+        inner = shard * c.context
+        reshard = c.reshard_after_forward
+        if not isinstance(reshard, bool) and (reshard < 1 or inner % reshard):
+            fitting = ", ".join(str(d) for d in range(1, inner + 1) if inner % d == 0)
+            raise UserError(f"fsdp: reshard_after_forward {reshard} does not divide shard × context = {inner}; what does: {fitting}")
+        return {name: size for name, size in whole.items() if size > 1 or name not in rest}
+
+    def _fitting(self, world_size: int) -> list[str]:
+        """Meshes of the dimensions that were asked for, those nearest to what was asked first."""
+        c = self.config
+        asked = {REPLICATE: c.replicate, SHARD: c.shard or 1, CONTEXT: c.context, TENSOR: c.tensor}
+        divisors = [d for d in range(1, world_size + 1) if world_size % d == 0]
+        choices = [divisors if size > 1 or name == SHARD else [1] for name, size in asked.items()]
+        meshes = [m for m in itertools.product(*choices) if math.prod(m) == world_size]
+        meshes.sort(key=lambda m: sum(abs(math.log(a / b)) for a, b in zip(m, asked.values(), strict=True)))
+        return [", ".join(f"{k}: {v}" for k, v in zip(asked, mesh, strict=True) if v > 1) or "shard: 1" for mesh in meshes[:4]]
+
+    def check(self, model: CausalLM, mesh_shape: Mapping[str, int], spec: StepSpec, sequence_length: int) -> None:
+        """Sizes that tensor and context parallelism divide."""
+        tensor, context = mesh_shape.get(TENSOR, 1), mesh_shape.get(CONTEXT, 1)
+        if sequence_length % context:
+            raise UserError(f"train.sequence_length: {sequence_length} does not divide over sharding.context: {context}")
+        if tensor > 1:
+            tensor_parallel.check(model, tensor, sequence_length // context)
+        if context > 1:
+            plan = model.tensor_plan()
+            heads = plan.sizes.get("attention heads", context) if plan else context
+            context_parallel.check(model, context, heads // tensor)
+
+    def attention(self, attention: AttentionPlugin, mesh: DeviceMesh | None) -> AttentionPlugin:
+        """Heads are exchanged where sequences are divided."""
+        if (context := _dimension(mesh, CONTEXT)) is None:
+            return attention
+        self._exchange = context_parallel.ExchangedHeads(attention, context)
+        return self._exchange
+
+    def local_batch(self, batch: dict[str, Tensor], mesh: DeviceMesh | None) -> dict[str, Tensor]:
+        """Some positions, where sequences are divided."""
+        context = _dimension(mesh, CONTEXT)
+        return batch if context is None else context_parallel.local_batch(batch, context)
+
+    def parallelize(self, model: CausalLM, mesh: DeviceMesh | None) -> None:
+        """By the model's plan."""
+        assert mesh is not None
+        self._parameter_mesh = _parameter_mesh(mesh)
+        if self._exchange is not None:
+            model.register_forward_pre_hook(self._exchange.knows_positions, with_kwargs=True)
+        if (tensor := _dimension(self._parameter_mesh, TENSOR)) is not None:
+            plan = model.tensor_plan()
+            assert plan is not None, "check comes first"
+            tensor_parallel.parallelize(model, plan, tensor)
 
     def shard(self, model: CausalLM, mesh: DeviceMesh | None, spec: StepSpec) -> None:
         """Each block is a unit; embedding, final norm and head form the last one."""
-        assert mesh is not None
+        assert self._parameter_mesh is not None
+        names = self._parameter_mesh.mesh_dim_names or ()
+        data = self._parameter_mesh[tuple(name for name in names if name != TENSOR)]
         policy = spec.precision
         dtypes = MixedPrecisionPolicy()
         if policy.compute != policy.parameters or policy.reduce != policy.parameters:
             dtypes = MixedPrecisionPolicy(param_dtype=policy.compute, reduce_dtype=policy.reduce)
+        reshard = self.config.reshard_after_forward
         for block in model.blocks:
-            fully_shard(block, mesh=mesh, mp_policy=dtypes, reshard_after_forward=self.config.reshard_after_forward)
-        fully_shard(model, mesh=mesh, mp_policy=dtypes, reshard_after_forward=self.config.reshard_after_forward)
+            fully_shard(block, mesh=data, mp_policy=dtypes, reshard_after_forward=reshard)
+        fully_shard(model, mesh=data, mp_policy=dtypes, reshard_after_forward=reshard)
+        self._prefetch([block for block in model.blocks if isinstance(block, FSDPModule)])
+
+    def _prefetch(self, blocks: list[FSDPModule]) -> None:
+        ahead, behind = self.config.forward_prefetch, self.config.backward_prefetch
+        for number, block in enumerate(blocks):
+            if ahead:
+                block.set_modules_to_forward_prefetch(blocks[number + 1 : number + 1 + ahead])
+            if behind > 1:  # one is what FSDP does by itself
+                block.set_modules_to_backward_prefetch(blocks[max(0, number - behind) : number][::-1])
 
     def stepper(self, model: CausalLM, mesh: DeviceMesh | None, spec: StepSpec) -> Stepper:
         """The plain step over sharded gradients."""
         assert mesh is not None
-        return _FSDPStepper(model, spec, replicas=mesh.size())
+        tensor = _size(mesh, TENSOR)
+        return _FSDPStepper(model, spec, mesh.size() // tensor, tensor, self._exchange)
 
 
 class _FSDPStepper(TorchStepper):
+    def __init__(
+        self, model: CausalLM, spec: StepSpec, replicas: int, tensor: int, exchange: context_parallel.ExchangedHeads | None
+    ) -> None:
+        super().__init__(model, spec, replicas)
+        self.length_multiple = tensor
+        self._exchange = exchange
+
     def forward_context(self) -> AbstractContextManager[object]:
         # The mixed-precision policy casts each block's parameters as it gathers them.
         return nullcontext()
+
+    @contextmanager
+    def micro_batch(self, last: bool) -> Iterator[None]:
+        with tensor_parallel.divided_logits if self.length_multiple > 1 else nullcontext():
+            yield
+
+    def whole_sequences(self) -> AbstractContextManager[object]:
+        return self._exchange.whole_sequences() if self._exchange else nullcontext()
+
+
+def _parameter_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """What parameters are divided over: ranks that divide sequences divide parameters as well."""
+    if _dimension(mesh, CONTEXT) is None:
+        return mesh
+    sizes = {name: _size(mesh, name) for name in mesh.mesh_dim_names or ()}
+    sizes[SHARD] *= sizes.pop(CONTEXT)
+    return init_device_mesh(mesh.device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+
+
+def _dimension(mesh: DeviceMesh | None, name: str) -> DeviceMesh | None:
+    return mesh[name] if mesh is not None and name in (mesh.mesh_dim_names or ()) else None
+
+
+def _size(mesh: DeviceMesh, name: str) -> int:
+    """Ranks along a dimension; 1 where the mesh has no such."""
+    names = mesh.mesh_dim_names or ()
+    return mesh.size(names.index(name)) if name in names else 1

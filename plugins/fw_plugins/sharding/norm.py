@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate
 
 
 @torch.no_grad()
@@ -26,7 +26,7 @@ def global_norm(grads: Sequence[Tensor]) -> Tensor:
     for alike in layouts.values():
         square = _square_sum([grad.to_local() for grad in alike])
         for dimension, placement in enumerate(alike[0].placements):
-            if isinstance(placement, Shard):
+            if not isinstance(placement, Replicate):  # strided shards, of FSDP over tensor parallel, are a class of their own
                 dist.all_reduce(square, group=alike[0].device_mesh.get_group(dimension))
         squares.append(square)
     return torch.stack(squares).sum().sqrt()

@@ -1,0 +1,104 @@
+"""Sequences divided between ranks: each computes some positions, and attention brings them together.
+
+C ranks; l = L ÷ C, the positions of one of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from fw.errors import RunError, UserError
+from fw.kinds.attention import AttentionPlugin, Pattern
+from fw.kinds.model import CausalLM
+from fw_models.layers import positions
+from fw_plugins.sharding.collectives import all_gather, exchange
+
+
+def local_batch(batch: dict[str, Tensor], mesh: DeviceMesh) -> dict[str, Tensor]:
+    """Consecutive positions ``[B, l]`` of everything that has ``[B, L]``, and which they are."""
+    ids_BL = batch["input_ids"]
+    whole = {**batch, "positions": positions(ids_BL, batch.get("segments")).expand_as(ids_BL)}
+    rank, ranks = mesh.get_local_rank(), mesh.size()
+    return {k: v.chunk(ranks, dim=1)[rank].contiguous() if v.shape[1:2] == ids_BL.shape[1:] else v for k, v in whole.items()}
+
+
+def check(model: CausalLM, ranks: int, heads: int) -> None:
+    """Refuse a model whose attention cannot be exchanged.
+
+    Args:
+        heads: query heads of one rank.
+
+    Raises:
+        UserError: with the reason, or with the numbers of ranks that work.
+    """
+    if because := model.whole_sequences_because():
+        raise UserError(f"sharding.context: ranks cannot divide a sequence of this model, because {because}; use context: 1")
+    if heads % ranks:
+        fitting = ", ".join(str(d) for d in range(1, heads + 1) if heads % d == 0)
+        raise UserError(f"sharding.context: {ranks} ranks exchange heads and do not divide the {heads} of each; what does: {fitting}")
+
+
+class ExchangedHeads(AttentionPlugin):
+    """Attention over whole sequences by another plugin, on some of the heads (DeepSpeed-Ulysses, https://arxiv.org/abs/2309.14509).
+
+    Before attention each rank gives its positions of most heads away and gets all positions of a few; after it, the reverse. Windows,
+    documents and capped scores are the other plugin's as ever. Fewer key and value heads than ranks are repeated.
+    """
+
+    def __init__(self, inner: AttentionPlugin, mesh: DeviceMesh) -> None:
+        super().__init__(inner.config)
+        self._inner, self._mesh, self._ranks = inner, mesh, mesh.size()
+        self._whole = False
+
+    @contextmanager
+    def whole_sequences(self) -> Iterator[None]:
+        """Within it every rank has whole sequences, and there is nothing to exchange."""
+        self._whole = True
+        try:
+            yield
+        finally:
+            self._whole = False
+
+    def knows_positions(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        """Hook before forward: without positions, a rank would count its own from 0.
+
+        Raises:
+            RunError: the objective has not passed the batch's on.
+        """
+        if not self._whole and kwargs.get("positions_BL") is None:
+            raise RunError("sharding.context: the objective does not pass the batch's positions to the model; it must, or use context: 1")
+
+    def plan(self, pattern: Pattern, device: torch.device) -> Any:
+        """The other plugin's, for whole sequences."""
+        if self._whole:
+            return self._inner.plan(pattern, device)
+        segments_BL = pattern.segments_BL
+        if segments_BL is not None:
+            segments_BL = all_gather(segments_BL, 1, self._mesh)
+        return self._inner.plan(Pattern(pattern.length * self._ranks, pattern.window, segments_BL), device)
+
+    def attend(
+        self, q_BNlH: Tensor, k_BKlH: Tensor, v_BKlH: Tensor, plan: Any, *, scale: float, softcap: float | None = None, dropout: float = 0.0
+    ) -> Tensor:
+        """As the contract says, of this rank's positions."""
+        if self._whole:
+            return self._inner.attend(q_BNlH, k_BKlH, v_BKlH, plan, scale=scale, softcap=softcap, dropout=dropout)
+        heads, kv_heads = q_BNlH.shape[1], k_BKlH.shape[1]
+        repeats = self._ranks // math.gcd(kv_heads, self._ranks)
+        repeats = repeats if heads % (kv_heads * repeats) == 0 else heads // kv_heads
+        if repeats > 1:
+            k_BKlH, v_BKlH = k_BKlH.repeat_interleave(repeats, 1), v_BKlH.repeat_interleave(repeats, 1)
+        parts = [x.unflatten(1, (self._ranks, -1)) for x in (q_BNlH, k_BKlH, v_BKlH)]  # [B, C, heads ÷ C, l, H] each
+        sizes = [part.shape[2] for part in parts]
+        exchanged_CBnlH = exchange(torch.cat(parts, dim=2).transpose(0, 1), self._mesh)
+        q, k, v = exchanged_CBnlH.permute(1, 2, 0, 3, 4).flatten(2, 3).split(sizes, dim=1)
+        out_BnLH = self._inner.attend(q, k, v, plan, scale=scale, softcap=softcap, dropout=dropout)
+        out_CBnlH = exchange(out_BnLH.unflatten(2, (self._ranks, -1)).permute(2, 0, 1, 3, 4), self._mesh)
+        return out_CBnlH.transpose(0, 1).flatten(1, 2)
