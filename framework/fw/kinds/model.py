@@ -145,6 +145,9 @@ class CausalLM(nn.Module):
         """Why ranks cannot each take some positions of a sequence, as a clause; empty where they can, the attention plugin seeing to it."""
         return "its attention is not a plugin's"
 
+    over_ranks: Callable[[Tensor], Tensor] = staticmethod(lambda x: x)
+    """Adds up a tensor over the ranks that divide sequences, for what a model computes over all positions; they see to it."""
+
     hf_prefix: ClassVar[str] = ""
     """What :meth:`hf_tensors` put before most names, and some published files leave out (``transformer.`` of GPT-2)."""
 

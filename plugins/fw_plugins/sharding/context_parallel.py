@@ -18,7 +18,7 @@ from fw.errors import RunError, UserError
 from fw.kinds.attention import AttentionPlugin, Pattern
 from fw.kinds.model import CausalLM
 from fw_models.layers import positions
-from fw_plugins.sharding.collectives import all_gather, exchange
+from fw_plugins.sharding.collectives import all_gather, all_reduce, exchange
 
 
 def local_batch(batch: dict[str, Tensor], mesh: DeviceMesh) -> dict[str, Tensor]:
@@ -74,6 +74,10 @@ class ExchangedHeads(AttentionPlugin):
         """
         if not self._whole and kwargs.get("positions_BL") is None:
             raise RunError("sharding.context: the objective does not pass the batch's positions to the model; it must, or use context: 1")
+
+    def over_ranks(self, x: Tensor) -> Tensor:
+        """The sum over the ranks that divide sequences."""
+        return x if self._whole else all_reduce(x, self._mesh)
 
     def plan(self, pattern: Pattern, device: torch.device) -> Any:
         """The other plugin's, for whole sequences."""

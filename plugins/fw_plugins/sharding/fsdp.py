@@ -123,6 +123,7 @@ class FSDP(ShardingPlugin):
         self._parameter_mesh = _parameter_mesh(mesh)
         if self._exchange is not None:
             model.register_forward_pre_hook(self._exchange.knows_positions, with_kwargs=True)
+            model.over_ranks = self._exchange.over_ranks
         if (tensor := _dimension(self._parameter_mesh, TENSOR)) is not None:
             plan = model.tensor_plan()
             assert plan is not None, "check comes first"
