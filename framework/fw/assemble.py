@@ -48,6 +48,7 @@ def assemble(recipe: Recipe, vocab_size: int, mesh: DeviceMesh | None, device: t
         for block in model.blocks:
             block.compile()
     recipe.sharding.shard(model, mesh, spec)
+    recipe.offload.attach(model)
     model.materialise(device)
     fill(model, recipe.train.seed, checkpoint, recipe.model.weights)
     stepper = recipe.sharding.stepper(model, mesh, spec)
@@ -67,7 +68,8 @@ def check(recipe: Recipe, vocab_size: int, device: torch.device) -> None:
     try:
         recipe.sharding.check(model, recipe.mesh_shape, recipe.step_spec(device), recipe.train.sequence_length)
     except UserError as error:
-        raise UserError(f"{recipe.config.origin(('sharding',))}: {error}") from None
+        section = str(error).partition(".")[0]  # the option that is at fault is named first
+        raise UserError(f"{recipe.config.origin((section if section in recipe.tree else 'sharding',))}: {error}") from None
 
 
 def fill(model: CausalLM, seed: int, checkpoint: Reader | None, weights: Path | None) -> None:

@@ -16,7 +16,7 @@ from fw.errors import UserError
 from fw.kinds.attention import AttentionPlugin
 from fw.kinds.model import CausalLM
 from fw.kinds.sharding import CONTEXT, REPLICATE, SHARD, TENSOR, ShardingPlugin, Stepper, StepSpec
-from fw_plugins.sharding import context_parallel, tensor_parallel
+from fw_plugins.sharding import context_parallel, offloaded, tensor_parallel
 from fw_plugins.sharding.torch_stepper import TorchStepper
 
 
@@ -94,7 +94,8 @@ class FSDP(ShardingPlugin):
         return [", ".join(f"{k}: {v}" for k, v in zip(asked, mesh, strict=True) if v > 1) or "shard: 1" for mesh in meshes[:4]]
 
     def check(self, model: CausalLM, mesh_shape: Mapping[str, int], spec: StepSpec, sequence_length: int) -> None:
-        """Sizes that tensor and context parallelism divide."""
+        """Sizes that tensor and context parallelism divide; tiers of offload."""
+        offloaded.check(spec, gathers=True)
         tensor, context = mesh_shape.get(TENSOR, 1), mesh_shape.get(CONTEXT, 1)
         if sequence_length % context:
             raise UserError(f"train.sequence_length: {sequence_length} does not divide over sharding.context: {context}")
