@@ -18,9 +18,11 @@ CELLS: dict[str, tuple[int, list[str]]] = {
     "fsdp": (2, ["sharding=fsdp"]),
     "fsdp tensor 2": (2, ["sharding=fsdp", "sharding.tensor=2", "train.micro_batch_size=4"]),
     "fsdp context 2": (2, ["sharding=fsdp", "sharding.context=2", "train.micro_batch_size=4"]),
+    "fsdp context 2, ring": (2, ["sharding=fsdp", "sharding.context=2", "sharding.context_method=ring", "train.micro_batch_size=4"]),
     "fsdp hsdp 2×2": (4, ["sharding=fsdp", "sharding.replicate=2", "sharding.shard=2", "train.micro_batch_size=1"]),
     "fsdp tensor 2 × shard 2": (4, ["sharding=fsdp", "sharding.tensor=2"]),
     "fsdp context 2 × tensor 2": (4, ["sharding=fsdp", "sharding.context=2", "sharding.tensor=2", "train.micro_batch_size=4"]),
+    "fsdp context 4, ring": (4, ["sharding=fsdp", "sharding.context=4", "sharding.context_method=ring", "train.micro_batch_size=4"]),
     "fsdp hsdp 2 × context 2": (4, ["sharding=fsdp", "sharding.replicate=2", "sharding.context=2"]),
 }
 """Ranks, and what is set beside tiny.yaml. Each accumulates over two micro-batches."""

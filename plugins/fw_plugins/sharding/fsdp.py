@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Literal
 
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -30,7 +31,10 @@ class FSDPConfig:
     """Ranks that divide parameters, gradients and optimizer state, and see different samples: each keeps 1/(shard · context · tensor)
     of the parameters. Empty for what the others leave of the world."""
     context: int = 1
-    """Ranks that divide each sequence, and the parameters too: activations per rank shrink in proportion; attention exchanges heads."""
+    """Ranks that divide each sequence, and the parameters too: activations per rank shrink in proportion."""
+    context_method: Literal["heads", "ring"] = "heads"
+    """How attention then sees all of a sequence. `heads`: ranks exchange heads for positions; any attention plugin, windows and documents;
+    `context` must divide the heads of a rank. `ring`: keys and values pass round; causal attention only, any number of ranks."""
     tensor: int = 1
     """Ranks that divide each layer, by heads and features, and what is between layers by the sequence: activations, logits and gathered
     parameters shrink in proportion. Communicates in every layer: for ranks of one host."""
@@ -54,13 +58,15 @@ class FSDPConfig:
 
 
 class FSDP(ShardingPlugin):
-    """Fully sharded data parallel (torch FSDP2): each rank keeps 1/N of parameters, gradients and optimizer state. Copies of it (HSDP),
-    tensor and context parallelism compose with it on one device mesh."""
+    """Fully sharded data parallel (torch FSDP2): each rank keeps 1/N of parameters, gradients and optimizer state.
+
+    Copies of that (HSDP), tensor and context parallelism compose with it on one device mesh.
+    """
 
     api = 1
     Config = FSDPConfig
     config: FSDPConfig
-    _exchange: context_parallel.ExchangedHeads | None = None
+    _attention: context_parallel.DividedSequences | None = None
     _parameter_mesh: DeviceMesh | None = None
 
     def mesh_shape(self, world_size: int) -> dict[str, int]:
@@ -97,34 +103,41 @@ class FSDP(ShardingPlugin):
         """Sizes that tensor and context parallelism divide; tiers of offload."""
         offloaded.check(spec, gathers=True)
         tensor, context = mesh_shape.get(TENSOR, 1), mesh_shape.get(CONTEXT, 1)
-        if sequence_length % context:
-            raise UserError(f"train.sequence_length: {sequence_length} does not divide over sharding.context: {context}")
+        chunks = 2 * context if self._ring and context > 1 else context
+        if sequence_length % chunks:
+            what = f"context: {context}" + (", which cuts it into twice as many chunks for a ring" if self._ring else "")
+            raise UserError(f"train.sequence_length: {sequence_length} does not divide over sharding.{what}")
         if tensor > 1:
             tensor_parallel.check(model, tensor, sequence_length // context)
         if context > 1:
             plan = model.tensor_plan()
             heads = plan.sizes.get("attention heads", context) if plan else context
-            context_parallel.check(model, context, heads // tensor)
+            context_parallel.check(model, context, heads // tensor, self._ring)
 
     def attention(self, attention: AttentionPlugin, mesh: DeviceMesh | None) -> AttentionPlugin:
-        """Heads are exchanged where sequences are divided."""
+        """One that brings divided sequences together."""
         if (context := _dimension(mesh, CONTEXT)) is None:
             return attention
-        self._exchange = context_parallel.ExchangedHeads(attention, context)
-        return self._exchange
+        made = context_parallel.PassedKeys if self._ring else context_parallel.ExchangedHeads
+        self._attention = made(attention, context)
+        return self._attention
+
+    @property
+    def _ring(self) -> bool:
+        return self.config.context_method == "ring"
 
     def local_batch(self, batch: dict[str, Tensor], mesh: DeviceMesh | None) -> dict[str, Tensor]:
         """Some positions, where sequences are divided."""
         context = _dimension(mesh, CONTEXT)
-        return batch if context is None else context_parallel.local_batch(batch, context)
+        return batch if context is None else context_parallel.local_batch(batch, context, self._ring)
 
     def parallelize(self, model: CausalLM, mesh: DeviceMesh | None) -> None:
         """By the model's plan."""
         assert mesh is not None
         self._parameter_mesh = _parameter_mesh(mesh)
-        if self._exchange is not None:
-            model.register_forward_pre_hook(self._exchange.knows_positions, with_kwargs=True)
-            model.over_ranks = self._exchange.over_ranks
+        if self._attention is not None:
+            model.register_forward_pre_hook(self._attention.knows_positions, with_kwargs=True)
+            model.over_ranks = self._attention.over_ranks
         if (tensor := _dimension(self._parameter_mesh, TENSOR)) is not None:
             plan = model.tensor_plan()
             assert plan is not None, "check comes first"
@@ -157,16 +170,16 @@ class FSDP(ShardingPlugin):
         """The plain step over sharded gradients."""
         assert mesh is not None
         tensor = _size(mesh, TENSOR)
-        return _FSDPStepper(model, spec, mesh.size() // tensor, tensor, self._exchange)
+        return _FSDPStepper(model, spec, mesh.size() // tensor, tensor, self._attention)
 
 
 class _FSDPStepper(TorchStepper):
     def __init__(
-        self, model: CausalLM, spec: StepSpec, replicas: int, tensor: int, exchange: context_parallel.ExchangedHeads | None
+        self, model: CausalLM, spec: StepSpec, replicas: int, tensor: int, attention: context_parallel.DividedSequences | None
     ) -> None:
         super().__init__(model, spec, replicas)
         self.length_multiple = tensor
-        self._exchange = exchange
+        self._attention = attention
 
     def forward_context(self) -> AbstractContextManager[object]:
         # The mixed-precision policy casts each block's parameters as it gathers them.
@@ -178,7 +191,7 @@ class _FSDPStepper(TorchStepper):
             yield
 
     def whole_sequences(self) -> AbstractContextManager[object]:
-        return self._exchange.whole_sequences() if self._exchange else nullcontext()
+        return self._attention.whole_sequences() if self._attention else nullcontext()
 
 
 def _parameter_mesh(mesh: DeviceMesh) -> DeviceMesh:

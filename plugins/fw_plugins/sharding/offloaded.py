@@ -101,7 +101,7 @@ def check(spec: StepSpec, gathers: bool) -> None:
         raise UserError(f"offload.params: {policy.params} needs sharding that brings parameters block by block from there: {does}")
     if policy.params == "cpu" and (policy.optimizer == "device" or policy.gradients == "device"):
         raise UserError(
-"offload.params: fsdp keeps gradients and optimizer state beside them; set offload.gradients and offload.optimizer to cpu"
+            "offload.params: fsdp keeps gradients and optimizer state beside them; set offload.gradients and offload.optimizer to cpu"
         )
     if policy.gradients == "cpu" and policy.optimizer == "device":
         raise UserError("offload.gradients: cpu needs a step computed there; set offload.optimizer: cpu or nvme")
