@@ -22,6 +22,13 @@ def test_initial_weights_do_not_depend_on_the_division(workspace):
         assert done.returncode == 0, done.stderr[-3000:]
 
 
+def test_options_of_ddp_and_fsdp_do_what_they_say(workspace):
+    program = str(Path(__file__).with_name("options.py"))
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", program]
+    done = subprocess.run(torchrun, capture_output=True, text=True, env=environment(), timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
 def test_a_run_goes_on_under_another_division(workspace):
     """Tensor × shard on four ranks, then context on two, then one; each from the checkpoint before it."""
     keep = ("train.save_every=3", "train.micro_batch_size=2")

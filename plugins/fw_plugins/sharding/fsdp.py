@@ -155,7 +155,8 @@ class FSDP(ShardingPlugin):
         reshard = self.config.reshard_after_forward
         for block in model.blocks:
             fully_shard(block, mesh=data, mp_policy=dtypes, reshard_after_forward=reshard)
-        fully_shard(model, mesh=data, mp_policy=dtypes, reshard_after_forward=reshard)
+        # Backward begins where forward ended: giving the head back in between would only gather it twice.
+        fully_shard(model, mesh=data, mp_policy=dtypes, reshard_after_forward=False)
         self._prefetch([block for block in model.blocks if isinstance(block, FSDPModule)])
 
     def _prefetch(self, blocks: list[FSDPModule]) -> None:
