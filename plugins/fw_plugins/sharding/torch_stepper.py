@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -17,6 +17,16 @@ from fw.kinds.sharding import Stepper, StepResult, StepSpec
 from fw_plugins.sharding.norm import global_norm
 
 _LEAST_SCALE = 2.0**-20
+
+
+def parameter_groups(named: Iterable[tuple[str, nn.Parameter]], undecayed: Collection[str], weight_decay: float) -> list[dict[str, Any]]:
+    """What an optimizer takes: the parameters that decay and those that do not; no empty group, nothing frozen."""
+    trained = [(name, p) for name, p in named if p.requires_grad]
+    groups = [
+        {"params": [p for name, p in trained if name not in undecayed], "weight_decay": weight_decay},
+        {"params": [p for name, p in trained if name in undecayed], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
 
 
 class LossScale:
@@ -53,13 +63,8 @@ class TorchStepper(Stepper):
         self._scale = LossScale(spec.precision.loss_scaling)
         self._lr = spec.optimizer.lr
         self._device = next(model.parameters()).device
-        undecayed = model.undecayed()
-        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        groups = [
-            {"params": [p for name, p in named if name not in undecayed], "weight_decay": spec.optimizer.weight_decay},
-            {"params": [p for name, p in named if name in undecayed], "weight_decay": 0.0},
-        ]
-        self._optimizer = spec.optimizer.cls([g for g in groups if g["params"]], lr=self._lr, **spec.optimizer.arguments)
+        groups = parameter_groups(model.named_parameters(), model.undecayed(), spec.optimizer.weight_decay)
+        self._optimizer = spec.optimizer.cls(groups, lr=self._lr, **spec.optimizer.arguments)
 
     @property
     def module(self) -> nn.Module:
@@ -128,7 +133,7 @@ class TorchStepper(Stepper):
             if isinstance(value, Tensor)
         }
 
-    def load_optimizer_tensors(self, tensors: dict[str, Tensor]) -> None:
+    def load_optimizer_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         """Put them where the optimizer looks for them."""
         parameters = dict(self.parameters())
         for path, tensor in tensors.items():
