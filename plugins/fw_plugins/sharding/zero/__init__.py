@@ -50,6 +50,7 @@ class Zero(ShardingPlugin):
     def start(self, model: CausalLM, mesh: DeviceMesh | None, spec: StepSpec, device: torch.device, give: Give) -> Stepper:
         """The engine first, then the values: master weights get theirs in full precision, and each rank only its own."""
         package = engine.deepspeed(spec.device_type)
+        engine.join(package)
         shapes = {name: p.shape for name, p in model.named_parameters()}
         sizes = [p.numel() for p in model.parameters()]
         undecayed = model.undecayed()

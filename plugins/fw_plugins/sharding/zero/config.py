@@ -87,15 +87,17 @@ class ZeroConfig:
     sub_group_size: int | None = None
     """Stage 3: elements stepped at a time (default 1e9); with the optimizer on a disk, this much of its state is in host memory."""
     stage3_prefetch_bucket_size: int | None = None
-    """Stage 3: elements gathered ahead of their use (default 5e7), in the compute dtype; 0 for none."""
+    """Stage 3: elements gathered ahead of their use (default 5e7; none with parameters on nvme), in the compute dtype; 0 for none."""
     stage3_param_persistence_threshold: int | None = None
     """Stage 3: parameters of at most this many elements stay whole on every rank (default 1e5). 0 divides all: memory falls as 1/N."""
     stage3_model_persistence_threshold: int | None = None
     """Stage 3: elements in all that may stay whole so (default: no limit)."""
     stage3_max_live_parameters: int | None = None
-    """Stage 3: elements that may be gathered at once before the first are given back (default 1e9), in the compute dtype."""
+    """Stage 3: elements that may be gathered at once before the first are given back (default 1e9; 0 with parameters on nvme), in the
+    compute dtype."""
     stage3_max_reuse_distance: int | None = None
-    """Stage 3: keep a gathered parameter that is used again within this many elements (default 1e9). 0 gives each back after use."""
+    """Stage 3: keep a gathered parameter that is used again within this many elements (default 1e9; 0 with parameters on nvme). 0 gives
+    each back after use."""
     stage3_module_granularity_threshold: int | None = None
     """Stage 3: gather modules with fewer parameters per submodule than this as one (default 0: none): more live parameters at a time."""
     stage3_use_all_reduce_for_fetch_params: bool | None = None
@@ -114,7 +116,7 @@ class ZeroConfig:
     enable_sanity_checks: bool | None = None
     """Stage 3: compare between ranks what they reduce and gather (default off): slower. No effect on memory."""
     param_buffer_count: int | None = None
-    """Parameters on a disk: buffers in host memory (default 5)."""
+    """Parameters on a disk: buffers in host memory (default 5), one for each parameter that is in use or gathered ahead."""
     param_buffer_size: int | None = None
     """Parameters on a disk: elements of such a buffer, in the compute dtype; empty for what a rank keeps of the largest parameter, the
     least that works."""

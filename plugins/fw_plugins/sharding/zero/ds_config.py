@@ -17,6 +17,7 @@ from fw_plugins.sharding.zero.config import AIO, OPTIMIZER_BUFFERS, PARAM_BUFFER
 
 _NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 _DEEPSPEED_BUCKET = 500_000_000
+_GATHERED_AHEAD = ("stage3_prefetch_bucket_size", "stage3_max_live_parameters", "stage3_max_reuse_distance")
 _OFFLOADED = {**PARAM_BUFFERS, **OPTIMIZER_BUFFERS, **AIO}
 
 
@@ -44,6 +45,9 @@ def build(config: ZeroConfig, spec: StepSpec, ranks: int, numel: int, largest: i
         zero["offload_param"] = {"device": offload.params, "pin_memory": pinned, **config.given(PARAM_BUFFERS)}
     if offload.params == "nvme":
         zero["offload_param"].setdefault("buffer_size", math.ceil(largest / ranks))
+        # Each parameter that is gathered holds one of the few buffers, and DeepSpeed fails where there is none left.
+        for name in _GATHERED_AHEAD:
+            zero.setdefault(name, 0)
     for section in (zero.get("offload_optimizer", {}), zero.get("offload_param", {})):
         if section.get("device") == "nvme":
             section["nvme_path"] = str(nvme)

@@ -12,6 +12,8 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
 
 def deepspeed(device_type: str) -> Any:
     """The package, set to compute on ``device_type``.
@@ -30,6 +32,11 @@ def deepspeed(device_type: str) -> Any:
     warnings.filterwarnings("ignore", message=r"`torch\.distributed\..*` is deprecated", category=FutureWarning)
     warnings.filterwarnings("ignore", module=r"deepspeed\.")
     return package
+
+
+def join(package: Any) -> None:
+    """Let DeepSpeed use the process group that exists. Without one that it knows, it takes each rank for the only one."""
+    package.init_distributed(dist_backend=dist.get_backend(), dist_init_required=False, verbose=False)
 
 
 def find_ninja() -> None:
