@@ -20,6 +20,9 @@ Readout = Callable[[Tensor, Head, Tensor | None], Tensor]
 """Takes the last hidden states ``[B, L, D]``, the head, and what the model itself adds to the mean loss per token while it trains (a
 weighted scalar, as the balance of a router; None where there is nothing); what it returns, forward returns."""
 
+Give = Callable[[Mapping[str, Tensor]], None]
+"""Fills tensors that a model stores, called by the model's own names, in place: plain ones whole, of DTensors what this rank keeps."""
+
 
 @dataclass(frozen=True)
 class Init:

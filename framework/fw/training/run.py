@@ -70,6 +70,7 @@ def _launch(recipe: Recipe, files: Sequence[str], overrides: Sequence[str]) -> T
     corpus, vocab_size = _open_data(recipe, say=_say)
     check(recipe, vocab_size, device)
     checkpoints.find(recipe, corpus)
+    recipe.sharding.prepare(recipe.step_spec(device), _say)
     command = [sys.executable, "-m", "fw", "train", *files, *overrides]
     code = recipe.launcher.launch(command, recipe.launch)
     summary_file = recipe.run_dir / run_dir.SUMMARY
@@ -102,6 +103,8 @@ def _train_rank(recipe: Recipe, world: World) -> TrainResult:
     stop = StopRequest()
     strategy = MeshStrategy(world, recipe.mesh_shape, device, recipe.launch.timeout)
     module = TrainingModule(recipe, corpus, vocab_size, checkpoint, stop)
+    if OUTCOME_DIR not in os.environ and world.local_rank == 0:  # else the launching process has prepared this host
+        module.prepare = lambda: recipe.sharding.prepare(recipe.step_spec(device), _say)
     progress = Progress(recipe.train.max_steps, shown=world.is_first)
     compute = recipe.precision.policy().compute
     between = BetweenSteps(recipe, progress, peak_flops(device, compute) * world.size, lambda m: checkpoints.save(recipe, m))
@@ -145,6 +148,7 @@ def _train_rank(recipe: Recipe, world: World) -> TrainResult:
             ended = "stopped" if stop.decided else "finished"
             raise RunError(f"training {ended}, but its last checkpoint was not written ({between.save_failed})")
     finally:
+        module.close()
         leave()
     return TrainResult(_leave_outcome(code, world), recipe.run_dir, summary)
 

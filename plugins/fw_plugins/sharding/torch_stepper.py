@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -20,6 +20,16 @@ from fw_plugins.sharding.norm import global_norm
 from fw_plugins.sharding.offloaded import OffloadedOptimizer
 
 _LEAST_SCALE = 2.0**-20
+
+
+def parameter_groups(named: Iterable[tuple[str, nn.Parameter]], undecayed: Collection[str], weight_decay: float) -> list[dict[str, Any]]:
+    """What an optimizer takes: the parameters that decay and those that do not; no empty group, nothing frozen."""
+    trained = [(name, p) for name, p in named if p.requires_grad]
+    groups = [
+        {"params": [p for name, p in trained if name not in undecayed], "weight_decay": weight_decay},
+        {"params": [p for name, p in trained if name in undecayed], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
 
 
 class LossScale:
@@ -80,15 +90,10 @@ class TorchStepper(Stepper):
         self._scale = LossScale(spec.precision.loss_scaling)
         self._lr = spec.optimizer.lr
         self._device = next(model.parameters()).device
-        undecayed = model.undecayed()
-        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        groups = [
-            {"params": [p for name, p in named if name not in undecayed], "weight_decay": spec.optimizer.weight_decay},
-            {"params": [p for name, p in named if name in undecayed], "weight_decay": 0.0},
-        ]
+        groups = parameter_groups(model.named_parameters(), model.undecayed(), spec.optimizer.weight_decay)
         make = WholeOptimizer if spec.offload.optimizer == "device" else OffloadedOptimizer
-        self._optimizer = make([g for g in groups if g["params"]], spec.optimizer, spec.offload)
-        self._trained = [p for _, p in named]
+        self._optimizer = make(groups, spec.optimizer, spec.offload)
+        self._trained = [p for group in groups for p in group["params"]]
         self._gradients_on_host = spec.offload.gradients == "cpu"
         self._stashed: dict[nn.Parameter, Tensor] = {}
 
@@ -172,7 +177,7 @@ class TorchStepper(Stepper):
             for key, value in self._optimizer.state(parameter).items()
         }
 
-    def load_optimizer_tensors(self, tensors: dict[str, Tensor]) -> None:
+    def load_optimizer_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         """Put them where the optimizer looks for them."""
         parameters = dict(self.parameters())
         for path, tensor in tensors.items():

@@ -1,0 +1,67 @@
+"""Directories on a disk for what is offloaded to it: free space first, one for each rank, none left behind."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+from pathlib import Path
+
+from fw.config import format_size
+from fw.errors import UserError
+from fw.kinds.sharding import StepSpec
+
+_OPTIMIZER_BYTES = 16
+"""Per parameter: fp32 weights, their gradient and two moments. An optimizer of fewer states takes less."""
+
+
+def bytes_per_rank(spec: StepSpec, numel: int, ranks: int) -> int:
+    """What a rank writes at most, of a model of ``numel`` elements."""
+    each = _OPTIMIZER_BYTES * (spec.offload.optimizer == "nvme") + spec.precision.compute.itemsize * (spec.offload.params == "nvme")
+    return each * -(-numel // ranks)
+
+
+def check_space(spec: StepSpec, numel: int, ranks: int) -> None:
+    """See that the directory can be written and holds what the ranks of this host will write.
+
+    Raises:
+        UserError: it cannot, or does not.
+    """
+    path = spec.offload.path
+    assert path is not None, "the offload plugin asks for it"
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        _remove_abandoned(path)
+        free = shutil.disk_usage(path).free
+    except OSError as error:
+        raise UserError(f"offload.path: {path} cannot be used: {error.strerror}; give another directory") from None
+    if not os.access(path, os.W_OK):
+        raise UserError(f"offload.path: {path} cannot be written; give another directory")
+    here = min(spec.ranks_per_host, ranks)
+    needed = here * bytes_per_rank(spec, numel, ranks)
+    if needed > free:
+        raise UserError(
+            f"offload.path: {path} has {format_size(free)} free, and {here} rank{'s' * (here > 1)} on this host would write"
+            f" {format_size(needed)}; give a larger disk, or offload to cpu"
+        )
+
+
+def own_directory(path: Path) -> Path:
+    """A directory that no other rank and no other run uses; :func:`remove` ends it."""
+    own = path / f"fw-{socket.gethostname()}-{os.getpid()}"
+    remove(own)
+    own.mkdir(parents=True)
+    return own
+
+
+def remove(own: Path) -> None:
+    """What :func:`own_directory` gave, with all in it."""
+    shutil.rmtree(own, ignore_errors=True)
+
+
+def _remove_abandoned(path: Path) -> None:
+    """What runs of this host that were killed have left."""
+    for left in path.glob(f"fw-{socket.gethostname()}-*"):
+        process = left.name.rpartition("-")[2]
+        if process.isdigit() and not Path("/proc", process).exists() and Path("/proc/self").exists():
+            remove(left)
