@@ -28,7 +28,8 @@ class Fate:
         time: when, seconds since the epoch.
         exit_code: of the process; negative for a signal.
         sentence: what happened, after "rank N".
-        detail: lines to print before it: a stack, a traceback; empty for none.
+        detail: lines that belong before it: a stack, last words; empty for none.
+        trace: the Python traceback, for who debugs.
     """
 
     rank: int
@@ -38,11 +39,17 @@ class Fate:
     sentence: str
     detail: str
     log: Path | None
+    trace: str = ""
 
     @property
     def is_user_error(self) -> bool:
         """Whether the input was wrong: starting again would not help."""
         return self.exit_code == 2
+
+    @property
+    def was_ended(self) -> bool:
+        """Whether it ran until the launcher ended it, for no fault of its own."""
+        return self.blame == _ENDED_BY_US
 
     def __str__(self) -> str:
         return f"rank {self.rank} {self.sentence}" + (f"; its log: {self.log}" if self.log else "")
@@ -66,7 +73,7 @@ def _ended(directory: Path, logs: Path | None, rank: int, code: int) -> Fate:
     log = log_file(logs, rank) if logs else None
     if failure := outcome.failure_of(directory, rank):
         blame = _BY_PEER if failure.of_peer else _BY_ITSELF
-        return Fate(rank, blame, failure.time, failure.exit_code, f"failed: {failure.message}", failure.trace, log)
+        return Fate(rank, blame, failure.time, failure.exit_code, f"failed: {failure.message}", "", log, failure.trace)
     text = _text(stacks.stack_file(directory, rank))
     if "Timeout (" in text:
         return _hanging(rank, log, text, 1, waits=stacks.waits_for_others(stacks.main_stack(text)))

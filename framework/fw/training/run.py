@@ -72,6 +72,7 @@ def train(config: str | Path | Config, *overrides: str) -> TrainResult:
 def _launch(recipe: Recipe, files: Sequence[str], overrides: Sequence[str]) -> TrainResult:
     """Start the ranks. What can be wrong is found here first, where it is said once, and the slow preparation is done once."""
     device = _device(recipe, World(local_size=recipe.launch.devices))
+    use_interface(recipe.launch, False, recipe.config.origin(("launch", "interface")), {})  # only checked: the ranks use it
     corpus, vocab_size = _open_data(recipe, say=_say)
     check(recipe, vocab_size, device)
     attempts = Attempts(recipe, checkpoints.find(recipe, corpus))
@@ -86,6 +87,7 @@ def _train_rank(recipe: Recipe, world: World) -> TrainResult:
     _quiet()
     _end_with_parent()
     device = _device(recipe, world)
+    _prepare_network(recipe, world)
     corpus, vocab_size = _open_data(recipe, say=_say if world.is_first else _say_nothing)
     if not outcome.launched_by_fw():  # else the launching process has done so
         check(recipe, vocab_size, device)
@@ -105,7 +107,6 @@ def _train_rank(recipe: Recipe, world: World) -> TrainResult:
 
     if device.type == "cpu":
         keep_freed_memory()  # from here on: what data preparation frees is better given back
-    _prepare_network(recipe, world)
     stop = StopRequest()
     answer_when_asked()
     watch = Watch(recipe.launch.timeout, ends_process=world.launched)
@@ -162,7 +163,10 @@ def _train_rank(recipe: Recipe, world: World) -> TrainResult:
             ended = "stopped" if stop.decided else "finished"
             raise RunError(f"training {ended}, but its last checkpoint was not written ({between.save_failed})")
     except Exception as error:
-        failure = peer_error(error, recipe.launch.timeout) or error
+        failure: Exception = error
+        if lost := peer_error(error, recipe.launch.timeout):
+            lost.__cause__ = error
+            failure = lost
         if outcome.launched_by_fw():  # before the process group is left, which may take its time
             code = error.exit_code if isinstance(error, FwError) else EXIT_FAILED
             outcome.leave_failure(failure, outcome.describe(failure), code)

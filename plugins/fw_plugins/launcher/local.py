@@ -7,16 +7,13 @@ import os
 import signal
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import torch.distributed.elastic.rendezvous.registry as rendezvous_registry
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec
-from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousClosedError,
     RendezvousConnectionError,
@@ -27,12 +24,16 @@ from torch.distributed.elastic.rendezvous.api import (
 from fw.config import LaunchSection
 from fw.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_REQUEUE, EXIT_USER, RunError
 from fw.kinds.launcher import LauncherPlugin, Prepare
-from fw.launching import network, outcome
+from fw.launching import outcome
 from fw.launching.fate import Fate
+from fw_plugins.launcher import rendezvous as meeting
 from fw_plugins.launcher.agent import RankAgent
 
 _STOP_SIGNALS = {signal.SIGINT: EXIT_INTERRUPTED, signal.SIGTERM: EXIT_REQUEUE}
-_ROUND_SECONDS = 60
+
+
+class _StoppedBeforeRanks(Exception):
+    """Asked to stop where there is nobody to pass that on to, while the hosts wait for each other."""
 
 
 class LocalLauncher(LauncherPlugin):
@@ -55,74 +56,42 @@ def _launch(command: Sequence[str], launch: LaunchSection, prepare: Prepare) -> 
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"  # stops reach the ranks through our handler, which waits for their save
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # each attempt gets a store of its own, empty of the last one's addresses
     with tempfile.TemporaryDirectory(prefix="fw-outcome-") as outcomes, _forward_signals() as asked:
-        rendezvous = _rendezvous(launch)
-        spec = WorkerSpec(
-            role="fw",
-            local_world_size=launch.devices,
-            entrypoint=command[0],
-            args=tuple(command[1:]),
-            rdzv_handler=rendezvous,
-            max_restarts=launch.max_restarts,
-            monitor_interval=0.1,
-        )
-        agent = RankAgent(spec, Path(outcomes), prepare, _tell, lambda: bool(asked), launch.join_timeout)
-        reachable = True
         try:
-            result: RunResult = agent.run()
-        except RendezvousConnectionError:
-            reachable = False
-            return _left_alone(agent.fates, "the rendezvous host cannot be reached any more; it has ended or the network is down")
-        except RendezvousClosedError:
-            return _left_alone(agent.fates, "another host has ended the run")
-        except RendezvousTimeoutError:
-            raise RunError(f"not all {launch.nodes} hosts joined within launch.join_timeout={launch.join_timeout} s") from None
-        except RendezvousError as error:
-            raise RunError(f"rendezvous failed: {error}") from error
-        finally:
-            if reachable:
-                rendezvous.shutdown()
-        if result.is_failed():
-            return _failed(agent.fates, asked)
-        return max(outcome.stops(agent.outcomes), default=EXIT_OK)
+            return _run(command, launch, prepare, Path(outcomes), asked)
+        except _StoppedBeforeRanks:
+            return _STOP_SIGNALS[signal.Signals(asked[0])]
 
 
-def _rendezvous(launch: LaunchSection) -> RendezvousHandler:
-    """Reach the store of the run, on the host that keeps it or from another; retried until the time to join is over."""
-    settings: dict[str, Any] = {"join_timeout": launch.join_timeout}
-    local_address = "localhost"
-    if launch.nodes > 1:
-        known = network.addresses()
-        if launch.interface:
-            network.check_interface(launch.interface, known, "launch")
-            local_address = (known[launch.interface] or [""])[0]
-        else:
-            _, local_address = network.towards(launch.rendezvous_host, known)
-        settings["is_host"] = network.is_here(launch.rendezvous_host, known)
-        # A host that is cut off must not wait longer for the store than its ranks wait for their peers.
-        settings["read_timeout"] = min(_ROUND_SECONDS, launch.timeout)
-    host = f"[{launch.rendezvous_host}]" if ":" in launch.rendezvous_host else launch.rendezvous_host
-    parameters = RendezvousParameters(
-        backend="c10d",
-        endpoint=f"{host}:{launch.rendezvous_port}",
-        run_id="fw",
-        min_nodes=launch.nodes,
-        max_nodes=launch.nodes,
-        local_addr=local_address,
-        **settings,
+def _run(command: Sequence[str], launch: LaunchSection, prepare: Prepare, outcomes: Path, asked: Sequence[int]) -> int:
+    rendezvous = meeting.join(launch)
+    spec = WorkerSpec(
+        role="fw",
+        local_world_size=launch.devices,
+        entrypoint=command[0],
+        args=tuple(command[1:]),
+        rdzv_handler=rendezvous,
+        max_restarts=launch.max_restarts,
+        monitor_interval=0.1,
     )
-    deadline = time.monotonic() + launch.join_timeout
-    while True:
-        try:
-            return rendezvous_registry.get_rendezvous_handler(parameters)
-        except RendezvousConnectionError as error:
-            if settings.get("is_host"):
-                # Another fw train of this host may keep the store: several "hosts" on one machine.
-                settings["is_host"] = False
-                parameters = RendezvousParameters(
-                    "c10d", parameters.endpoint, "fw", launch.nodes, launch.nodes, local_addr=local_address, **settings
-                )
-            elif launch.nodes == 1 or time.monotonic() > deadline:
-                raise RunError(f"rendezvous {launch.rendezvous or parameters.endpoint} cannot be reached: {error.__cause__}") from error
+    agent = RankAgent(spec, outcomes, prepare, _tell, lambda: bool(asked), launch.join_timeout)
+    reachable = True
+    try:
+        result: RunResult = agent.run()
+    except RendezvousConnectionError:
+        reachable = False
+        return _left_alone(agent.fates, "the rendezvous host cannot be reached any more; it has ended or the network is down")
+    except RendezvousClosedError:
+        return _left_alone(agent.fates, "another host has ended the run")
+    except RendezvousTimeoutError:
+        raise RunError(f"not all {launch.nodes} hosts joined within launch.join_timeout={launch.join_timeout} s") from None
+    except RendezvousError as error:
+        raise RunError(f"rendezvous failed: {error}") from error
+    finally:
+        if reachable:
+            rendezvous.shutdown()
+    if result.is_failed():
+        return _failed(agent.fates, asked)
+    return max(outcome.stops(agent.outcomes), default=EXIT_OK)
 
 
 def _tell(fates: list[Fate], restarts: bool) -> None:
@@ -133,17 +102,15 @@ def _tell(fates: list[Fate], restarts: bool) -> None:
     if first.is_user_error:
         print(f"fw: error: {first.sentence.removeprefix('failed: ')}", file=sys.stderr, flush=True)
         return
-    if first.detail and ("FW_DEBUG" in os.environ or not first.detail.startswith("Traceback")):
-        print(first.detail, end="", file=sys.stderr)
+    print(first.detail + (first.trace if "FW_DEBUG" in os.environ else ""), end="", file=sys.stderr)
     more = f" ({len(others)} other{'s' * (len(others) > 1)} of this host ended after it)" if others else ""
     print(f"fw: {'warning' if restarts else 'error'}: {first}{more}", file=sys.stderr, flush=True)
 
 
 def _left_alone(fates: list[Fate], why: str) -> int:
     """The other hosts are gone: what the ranks of this one said of it, else why the agent gave up."""
-    if fates and fates[0].detail.startswith("stack"):
-        _tell(fates, restarts=False)
-    print(f"fw: error: {why}" + (f"; {fates[0]}" if fates else ""), file=sys.stderr, flush=True)
+    _tell([fate for fate in fates if not fate.was_ended], restarts=False)
+    print(f"fw: error: {why}", file=sys.stderr, flush=True)
     return EXIT_FAILED
 
 
@@ -171,7 +138,10 @@ def _forward_signals() -> Iterator[list[int]]:
 
     def forward(number: int, frame: FrameType | None) -> None:
         asked.append(number)
-        for child in _children():
+        children = _children()
+        if not children:
+            raise _StoppedBeforeRanks
+        for child in children:
             try:
                 os.kill(child, number)
             except ProcessLookupError:
