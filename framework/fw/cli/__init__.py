@@ -18,6 +18,7 @@ from fw.launching import outcome, rank_log, stacks
 
 VERBS = {
     "train": "train what a config describes",
+    "launch": "hand a run to a cluster: SLURM, Kubernetes",
     "config": "print a config as it resolves, and where each value comes from",
     "plugins": "list and describe plugins",
     "models": "list models: parameters, bytes, keys and values per token",

@@ -25,6 +25,9 @@ class LauncherPlugin(Plugin):
     needs_rendezvous: ClassVar[bool] = False
     """Whether several hosts find each other only by ``launch.rendezvous``."""
 
+    shares_files: ClassVar[bool] = False
+    """Whether ranks see this machine's files, so that a submission can be checked with its data."""
+
     @abstractmethod
     def launch(self, command: Sequence[str], launch: LaunchSection, prepare: Prepare) -> int:
         """Run ``command`` on every rank of this host, with torchrun's environment variables, and wait.

@@ -21,6 +21,7 @@ from fw import config as configuration
 from fw.assemble import check
 from fw.config import Config
 from fw.errors import EXIT_FAILED, EXIT_OK, FwError, RunError, UserError
+from fw.kinds.checkpoint import Reader
 from fw.kinds.data import Corpus
 from fw.launching import outcome
 from fw.launching.network import use_interface
@@ -73,14 +74,26 @@ def _launch(recipe: Recipe, files: Sequence[str], overrides: Sequence[str]) -> T
     """Start the ranks. What can be wrong is found here first, where it is said once, and the slow preparation is done once."""
     device = _device(recipe, World(local_size=recipe.launch.devices))
     use_interface(recipe.launch, False, recipe.config.origin(("launch", "interface")), {})  # only checked: the ranks use it
-    corpus, vocab_size = _open_data(recipe, say=_say)
-    check(recipe, vocab_size, device)
-    attempts = Attempts(recipe, checkpoints.find(recipe, corpus))
+    attempts = Attempts(recipe, check_input(recipe, device))
     command = [sys.executable, "-m", "fw", "train", *files, *overrides]
     code = recipe.launcher.launch(command, recipe.launch, attempts.prepare)
     summary_file = recipe.run_dir / run_dir.SUMMARY
     summary = json.loads(summary_file.read_text()) if code == EXIT_OK and summary_file.is_file() else {}
     return TrainResult(code, recipe.run_dir, summary)
+
+
+def check_input(recipe: Recipe, device: torch.device | None = None) -> Reader | None:
+    """Prepare the data and find what is wrong with the input; returns the checkpoint the run begins from, if any.
+
+    Args:
+        device: of a rank; the CPU where ranks will run on other machines.
+
+    Raises:
+        UserError: the input is wrong.
+    """
+    corpus, vocab_size = _open_data(recipe, say=_say)
+    check(recipe, vocab_size, device or torch.device("cpu"))
+    return checkpoints.find(recipe, corpus)
 
 
 def _train_rank(recipe: Recipe, world: World) -> TrainResult:
@@ -220,6 +233,8 @@ def _leave_outcome(code: int) -> int:
 def _prepare_network(recipe: Recipe, world: World) -> None:
     """Settle what gloo and NCCL read from the environment; what the config sets wins, what it leaves out yields to the environment."""
     launch, config = recipe.launch, recipe.config
+    if launch.port and "SLURM_STEP_ID" in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ:
+        os.environ["MASTER_PORT"] = str(launch.port)
     use_interface(launch, world.size > world.local_size, config.origin(("launch", "interface")))
     for option, variable, value in (
         ("nccl_async_errors", "TORCH_NCCL_ASYNC_ERROR_HANDLING", str(int(launch.nccl_async_errors))),
