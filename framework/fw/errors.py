@@ -30,6 +30,10 @@ class RunError(FwError):
     exit_code = EXIT_FAILED
 
 
+class PeerError(RunError):
+    """Another rank died or did not answer; the cause lies there."""
+
+
 def did_you_mean(word: str, candidates: Iterable[str]) -> str:
     """`` (did you mean 'x'?)`` for the closest candidate, or an empty string where none is close."""
     close = difflib.get_close_matches(word, sorted(candidates), n=1, cutoff=0.6)

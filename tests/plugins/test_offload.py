@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from fw_plugins.offload.activations import _DiskStore, _offloading
 from fw_plugins.offload.tiers import TiersConfig
 from fw_plugins.optimizer.adamw import AdamW, AdamWConfig
 from fw_plugins.optimizer.sgd import SGD, SGDConfig
-from fw_plugins.sharding import offloaded
+from fw_plugins.sharding import offloaded, space
 from fw_plugins.sharding.torch_stepper import TorchStepper
 from plugins.test_stepper import batches, loss_of, model
 
@@ -87,9 +88,15 @@ def test_state_from_a_checkpoint_goes_back_to_disk(tmp_path):
 
 
 def test_too_little_space_is_said_first(tmp_path, monkeypatch):
-    monkeypatch.setattr(offloaded.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1000}))
-    with pytest.raises(UserError, match=r"has 1000 B free, and the optimizer's state takes .* on this host"):
-        trained(OffloadPolicy(optimizer="nvme", path=tmp_path), "adamw")
+    policy = OffloadPolicy(optimizer="nvme", path=tmp_path)
+    spec = StepSpec(FP32, policy, OPTIMIZERS["adamw"].spec(torch.device("cpu")), ranks_per_host=3)
+    elements = sum(p.numel() for p in model().parameters())
+    need = 3 * 8 * elements  # two moments in fp32, of every rank
+    monkeypatch.setattr(space.shutil, "disk_usage", lambda path: SimpleNamespace(free=need))
+    offloaded.check(spec, model(), parts=1, gathers=False)
+    monkeypatch.setattr(space.shutil, "disk_usage", lambda path: SimpleNamespace(free=need - 1))
+    with pytest.raises(UserError, match=r"and 3 ranks on this host would write .*; give a larger disk, or offload to cpu"):
+        offloaded.check(spec, model(), parts=1, gathers=False)
 
 
 @pytest.mark.parametrize("compiled", [False, True])

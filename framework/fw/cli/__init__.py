@@ -14,9 +14,11 @@ from typing import NoReturn
 
 from fw import __version__
 from fw.errors import EXIT_FAILED, EXIT_INTERRUPTED, FwError, UserError
+from fw.launching import outcome, rank_log, stacks
 
 VERBS = {
     "train": "train what a config describes",
+    "launch": "hand a run to a cluster: SLURM, Kubernetes",
     "config": "print a config as it resolves, and where each value comes from",
     "plugins": "list and describe plugins",
     "models": "list models: parameters, bytes, keys and values per token",
@@ -33,6 +35,9 @@ class _Parser(argparse.ArgumentParser):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run ``fw``. Returns the exit code; errors made on purpose are one sentence on stderr."""
+    if arguments is None and "RANK" in os.environ:
+        rank_log.attach()
+        stacks.answer_when_asked()
     code = _guarded(arguments)
     if arguments is None and "RANK" in os.environ:
         _end_rank(code)
@@ -65,7 +70,7 @@ def _guarded(arguments: Sequence[str] | None) -> int:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - the reader of our output has gone; the interpreter flushes at exit
         return EXIT_FAILED
     except Exception as error:
-        if debug:
+        if debug and not outcome.launcher_lives():
             traceback.print_exc()
         return _report(error)
     except KeyboardInterrupt:
@@ -77,17 +82,17 @@ def _report(error: Exception) -> int:
     """Say what went wrong in one sentence; returns the exit code."""
     rank = os.environ.get("RANK", "")
     where = f" (rank {rank})" if rank not in ("", "0") else ""
-    if isinstance(error, FwError):
-        # Every rank finds the same mistake in its input; it is said once. What fails on one rank alone names that rank.
-        if not isinstance(error, UserError) or os.environ.get("LOCAL_RANK", "0") == "0":
-            print(f"fw: error{where}: {error}", file=sys.stderr)
-        return error.exit_code
-    first_line = (str(error).splitlines() or [""])[0]
-    print(
-        f"fw: error{where}: {type(error).__name__}: {first_line} (unexpected; --debug shows the traceback)",
-        file=sys.stderr,
-    )
-    return EXIT_FAILED
+    code = error.exit_code if isinstance(error, FwError) else EXIT_FAILED
+    line = f"fw: error{where}: {outcome.describe(error)}"
+    if outcome.launched_by_fw():
+        outcome.leave_failure(error, outcome.describe(error), code)
+    if outcome.launcher_lives():
+        trace = "" if isinstance(error, UserError) else traceback.format_exc()
+        rank_log.to_log_only(trace + line)  # the launcher says it, and which rank was first
+    # Every rank finds the same mistake in its input; it is said once. What fails on one rank alone names that rank.
+    elif not isinstance(error, UserError) or os.environ.get("LOCAL_RANK", "0") == "0":
+        print(line, file=sys.stderr)
+    return code
 
 
 def _run(words: list[str]) -> int:

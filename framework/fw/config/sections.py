@@ -72,22 +72,50 @@ class LaunchSection:
     nodes: int = 1
     """Hosts. With more than one, start the same command on each of them."""
     rendezvous: str = ""
-    """`host:port` on which the hosts find each other; needed with more than one host."""
+    """`HOST` or `HOST:PORT` on which the hosts find each other, an address of one of them; needed with more than one host."""
+    port: int = 0
+    """TCP port of the rendezvous where `rendezvous` names none, and of rank 0 under srun. 0: 29500 with several hosts, a free one on a
+    single host, one derived from the job's number under srun."""
+    interface: str = ""
+    """Network interface of the ranks' traffic, like `eth0` (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME). Empty on a single host for the
+    libraries' own choice, with several for the one from which the rendezvous host is reached."""
+    join_timeout: int = 900
+    """Seconds for which a host waits for the others to join, at the start and after a failure."""
+    max_restarts: int = 0
+    """Failures after which fw starts the ranks again, from the newest checkpoint of the run. Wrong input and stops are never
+    restarted. No effect on memory."""
     accelerator: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto` takes CUDA where it is available."""
     threads: int | None = None
     """CPU threads of a rank; empty for OMP_NUM_THREADS, else the host's cores ÷ devices."""
     timeout: int = 1800
-    """Seconds after which a collective that does not complete fails the run."""
+    """Seconds after which a collective that does not complete fails the run. A rank that finishes no step for a quarter longer writes
+    its stack and ends; choose more than a step takes."""
+    nccl_async_errors: bool = True
+    """End a rank whose collective on GPUs failed or timed out (TORCH_NCCL_ASYNC_ERROR_HANDLING); without it the rank waits forever."""
+    nccl_heartbeat: int = 480
+    """Seconds after which NCCL's own watchdog, should it hang itself, ends the rank (TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC)."""
 
     def __post_init__(self) -> None:
-        _at_least("launch", {"devices": self.devices, "nodes": self.nodes, "timeout": self.timeout}, 1)
+        _at_least("launch", {k: getattr(self, k) for k in ("devices", "nodes", "timeout", "join_timeout", "nccl_heartbeat")}, 1)
+        _at_least("launch", {"max_restarts": self.max_restarts, "port": self.port}, 0)
         if self.threads is not None:
             _at_least("launch", {"threads": self.threads}, 1)
-        if self.rendezvous and not re.fullmatch(r"\S+:\d+", self.rendezvous):
-            raise UserError(f"launch.rendezvous: '{self.rendezvous}' is not of the form HOST:PORT")
-        if self.nodes > 1 and not self.rendezvous:
-            raise UserError(f"launch.nodes: {self.nodes} hosts need launch.rendezvous=HOST:PORT, an address on one of them")
+        if self.rendezvous and not re.fullmatch(r"(\[[^\s\]]+\]|[^\s:\[\]]+)(:\d+)?", self.rendezvous):
+            raise UserError(f"launch.rendezvous: '{self.rendezvous}' is not of the form HOST:PORT or HOST ([ADDRESS]:PORT with IPv6)")
+        if max(self.port, self.rendezvous_port) > 65535:
+            raise UserError(f"launch.port: {max(self.port, self.rendezvous_port)} is no TCP port; the largest is 65535")
+
+    @property
+    def rendezvous_host(self) -> str:
+        """The host of :attr:`rendezvous`, or this one."""
+        return re.sub(r":\d+$", "", self.rendezvous).strip("[]") or "localhost"
+
+    @property
+    def rendezvous_port(self) -> int:
+        """The port of :attr:`rendezvous`, else :attr:`port`, else what its docstring says."""
+        named = re.search(r":(\d+)$", self.rendezvous)
+        return int(named[1]) if named else self.port or (29500 if self.nodes > 1 else 0)
 
 
 @dataclass

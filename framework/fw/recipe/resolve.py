@@ -169,6 +169,12 @@ def resolve(config: Config, world: World | None = None) -> Recipe:
 
     rules.check(made, config)
     size = world_size(launch, config, world or World())
+    launcher = cast(LauncherPlugin, made["launcher"][0][1])
+    if launcher.needs_rendezvous and launch.nodes > 1 and not launch.rendezvous and not (world and world.launched):
+        raise UserError(
+            f"{config.origin(('launch', 'nodes'))}: launch.nodes: {launch.nodes} hosts need launch.rendezvous=HOST:PORT,"
+            f" an address of one of them"
+        )
     sharding = cast(ShardingPlugin, made["sharding"][0][1])
     try:
         mesh_shape = sharding.mesh_shape(size)

@@ -36,7 +36,7 @@ def current_world(environment: MutableMapping[str, str] | None = None) -> World:
     env = os.environ if environment is None else environment
     if "RANK" not in env and "SLURM_STEP_ID" in env and int(env.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
         env.update(_from_slurm(env))
-    if "RANK" not in env or "WORLD_SIZE" not in env:
+    if "RANK" not in env or "WORLD_SIZE" not in env or _is_pod(env):
         return World()
     try:
         size, rank = int(env["WORLD_SIZE"]), int(env["RANK"])
@@ -59,8 +59,13 @@ def _from_slurm(env: Mapping[str, str]) -> dict[str, str]:
         "LOCAL_WORLD_SIZE": str(size // nodes),
         "MASTER_ADDR": env.get("MASTER_ADDR") or _first_host(env.get("SLURM_STEP_NODELIST", "127.0.0.1")),
         # A port of the job's own, so that two jobs on one host do not meet.
-        "MASTER_PORT": env.get("MASTER_PORT") or str(20000 + int(env.get("SLURM_JOB_ID", "0")) % 20000),
+        "MASTER_PORT": env.get("MASTER_PORT") or str(20000 + int(env.get("SLURM_JOB_ID", "0")) % 10000),
     }
+
+
+def _is_pod(env: Mapping[str, str]) -> bool:
+    """Whether RANK is that of a pod, not of a process: Kubeflow's operators number pods and leave the processes to a launcher."""
+    return "LOCAL_RANK" not in env and ("PET_NODE_RANK" in env or "PET_NNODES" in env)
 
 
 def _first_host(nodes: str) -> str:

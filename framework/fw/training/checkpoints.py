@@ -12,7 +12,7 @@ from typing import Any
 from fw.errors import RunError, UserError
 from fw.kinds.checkpoint import Reader, Snapshot, parts
 from fw.kinds.data import Corpus
-from fw.kinds.launcher import OUTCOME_DIR
+from fw.launching.outcome import RESUME_FROM, launched_by_fw
 from fw.recipe import Recipe, current_world
 from fw.training import run_dir
 from fw.training.module import TrainingModule, rng_state
@@ -27,20 +27,21 @@ def find(recipe: Recipe, corpus: Corpus) -> Reader | None:
     Raises:
         UserError: it is no checkpoint, it is damaged, or going on from it would not be what it looks like.
     """
-    if not recipe.resume:
+    resume = os.environ.get(RESUME_FROM) or recipe.resume
+    if not resume:
         return None
     plugin = recipe.checkpoint
     place = recipe.config.origin(("resume",))
-    if recipe.resume == "auto":
+    if resume == "auto":
         path = plugin.latest(recipe.run_dir / run_dir.CHECKPOINTS)
         if path is None:
             return None
     else:
-        given = Path(recipe.resume)
+        given = Path(resume)
         path = plugin.latest(given) or plugin.latest(given / run_dir.CHECKPOINTS) or given
     try:
         reader = plugin.open(path)
-        if current_world().rank == 0 and OUTCOME_DIR not in os.environ:  # else the launching process has verified it
+        if current_world().rank == 0 and not launched_by_fw():  # else the launching process has verified it
             reader.verify()
     except (UserError, RunError) as error:
         raise UserError(f"{place}: {error}") from None

@@ -20,13 +20,19 @@ import torch
 from fw import config as configuration
 from fw.assemble import check
 from fw.config import Config
-from fw.errors import EXIT_FAILED, EXIT_OK, RunError, UserError
+from fw.errors import EXIT_FAILED, EXIT_OK, FwError, RunError, UserError
+from fw.kinds.checkpoint import Reader
 from fw.kinds.data import Corpus
-from fw.kinds.launcher import OUTCOME_DIR
+from fw.launching import outcome
+from fw.launching.network import use_interface
+from fw.launching.peers import peer_error
+from fw.launching.stacks import Watch, answer_when_asked
 from fw.meter.flops import peak_flops
 from fw.recipe import Recipe, World, current_world, resolve
 from fw.training import checkpoints, finish, run_dir
+from fw.training.attempts import Attempts
 from fw.training.between_steps import BetweenSteps
+from fw.training.hang_watch import HangWatch
 from fw.training.host_allocator import keep_freed_memory
 from fw.training.module import TrainingModule
 from fw.training.order import RankedBatches, StepOrder, loader
@@ -59,7 +65,7 @@ def train(config: str | Path | Config, *overrides: str) -> TrainResult:
     loaded = config if isinstance(config, Config) else configuration.load(config, overrides)
     world = current_world()
     recipe = resolve(loaded, world)
-    if recipe.world_size > 1 and not world.launched:
+    if not world.launched and (recipe.world_size > 1 or recipe.launch.max_restarts):
         return _launch(recipe, [str(f) for f in loaded.files[-1:]], loaded.overrides)
     return _train_rank(recipe, world)
 
@@ -67,23 +73,37 @@ def train(config: str | Path | Config, *overrides: str) -> TrainResult:
 def _launch(recipe: Recipe, files: Sequence[str], overrides: Sequence[str]) -> TrainResult:
     """Start the ranks. What can be wrong is found here first, where it is said once, and the slow preparation is done once."""
     device = _device(recipe, World(local_size=recipe.launch.devices))
-    corpus, vocab_size = _open_data(recipe, say=_say)
-    check(recipe, vocab_size, device)
-    checkpoints.find(recipe, corpus)
+    use_interface(recipe.launch, False, recipe.config.origin(("launch", "interface")), {})  # only checked: the ranks use it
+    attempts = Attempts(recipe, check_input(recipe, device))
     recipe.sharding.prepare(recipe.step_spec(device), _say)
     command = [sys.executable, "-m", "fw", "train", *files, *overrides]
-    code = recipe.launcher.launch(command, recipe.launch)
+    code = recipe.launcher.launch(command, recipe.launch, attempts.prepare)
     summary_file = recipe.run_dir / run_dir.SUMMARY
     summary = json.loads(summary_file.read_text()) if code == EXIT_OK and summary_file.is_file() else {}
     return TrainResult(code, recipe.run_dir, summary)
+
+
+def check_input(recipe: Recipe, device: torch.device | None = None) -> Reader | None:
+    """Prepare the data and find what is wrong with the input; returns the checkpoint the run begins from, if any.
+
+    Args:
+        device: of a rank; the CPU where ranks will run on other machines.
+
+    Raises:
+        UserError: the input is wrong.
+    """
+    corpus, vocab_size = _open_data(recipe, say=_say)
+    check(recipe, vocab_size, device or torch.device("cpu"))
+    return checkpoints.find(recipe, corpus)
 
 
 def _train_rank(recipe: Recipe, world: World) -> TrainResult:
     _quiet()
     _end_with_parent()
     device = _device(recipe, world)
+    _prepare_network(recipe, world)
     corpus, vocab_size = _open_data(recipe, say=_say if world.is_first else _say_nothing)
-    if OUTCOME_DIR not in os.environ:  # else the launching process has done so
+    if not outcome.launched_by_fw():  # else the launching process has done so
         check(recipe, vocab_size, device)
     checkpoint = checkpoints.find(recipe, corpus)
     torch.manual_seed((recipe.train.seed * 1_000_003 + world.rank) % 2**63)
@@ -95,19 +115,30 @@ def _train_rank(recipe: Recipe, world: World) -> TrainResult:
         return TrainResult(EXIT_OK, recipe.run_dir)
     start_step = checkpoint.state()["step"] if checkpoint is not None else 0
     if world.is_first:
-        run_dir.make(recipe.run_dir, continues=checkpoint is not None and _inside(checkpoint.path, recipe.run_dir))
+        if not outcome.launched_by_fw():
+            run_dir.make(recipe.run_dir, run_dir.continues(recipe.run_dir, checkpoint))
         run_dir.describe(recipe, recipe.run_dir)
 
     if device.type == "cpu":
         keep_freed_memory()  # from here on: what data preparation frees is better given back
     stop = StopRequest()
+    answer_when_asked()
+    watch = Watch(recipe.launch.timeout, ends_process=world.launched)
+
+    def save(module: TrainingModule) -> Path:
+        watch.rest()
+        try:
+            return checkpoints.save(recipe, module)
+        finally:
+            watch.beat()
+
     strategy = MeshStrategy(world, recipe.mesh_shape, device, recipe.launch.timeout)
     module = TrainingModule(recipe, corpus, vocab_size, checkpoint, stop)
-    if OUTCOME_DIR not in os.environ and world.local_rank == 0:  # else the launching process has prepared this host
+    if not outcome.launched_by_fw() and world.local_rank == 0:  # else the launching process has prepared this host
         module.prepare = lambda: recipe.sharding.prepare(recipe.step_spec(device), _say)
     progress = Progress(recipe.train.max_steps, shown=world.is_first)
     compute = recipe.precision.policy().compute
-    between = BetweenSteps(recipe, progress, peak_flops(device, compute) * world.size, lambda m: checkpoints.save(recipe, m))
+    between = BetweenSteps(recipe, progress, peak_flops(device, compute) * world.size, save)
     loggers = [p.build(recipe.run_dir, recipe.config.name, start_step) for p in recipe.loggers] if world.is_first else []
     trainer = pl.Trainer(
         accelerator=device.type,
@@ -115,7 +146,7 @@ def _train_rank(recipe: Recipe, world: World) -> TrainResult:
         num_nodes=max(1, world.size // world.local_size),
         strategy=strategy,
         logger=loggers or False,
-        callbacks=[between],
+        callbacks=[between, HangWatch(watch)],
         max_steps=recipe.train.max_steps,
         max_epochs=-1,
         val_check_interval=recipe.train.val_every or None,
@@ -147,10 +178,22 @@ def _train_rank(recipe: Recipe, world: World) -> TrainResult:
         if between.save_failed:
             ended = "stopped" if stop.decided else "finished"
             raise RunError(f"training {ended}, but its last checkpoint was not written ({between.save_failed})")
+    except Exception as error:
+        failure: Exception = error
+        if lost := peer_error(error, recipe.launch.timeout):
+            lost.__cause__ = error
+            failure = lost
+        if outcome.launched_by_fw():  # before the process group is left, which may take its time
+            code = error.exit_code if isinstance(error, FwError) else EXIT_FAILED
+            outcome.leave_failure(failure, outcome.describe(failure), code)
+        if failure is not error:
+            raise failure from error
+        raise
     finally:
         module.close()
+        watch.rest()
         leave()
-    return TrainResult(_leave_outcome(code, world), recipe.run_dir, summary)
+    return TrainResult(_leave_outcome(code), recipe.run_dir, summary)
 
 
 def _open_data(recipe: Recipe, say: Any) -> tuple[Corpus, int]:
@@ -177,28 +220,37 @@ def _device(recipe: Recipe, world: World) -> torch.device:
     return torch.device("cuda", world.local_rank)
 
 
-def _inside(path: Path, directory: Path) -> bool:
-    return path.resolve().is_relative_to(directory.resolve())
-
-
 def _stopped(recipe: Recipe, step: int) -> str:
     if not recipe.train.save_every:
         return f"stopped after step {step}; nothing was saved, since train.save_every is 0"
     return f"stopped after step {step}; go on with resume=auto"
 
 
-def _leave_outcome(code: int, world: World) -> int:
+def _leave_outcome(code: int) -> int:
     """Tell fw's own launcher of a stop by file, since an elastic agent takes any other exit code than 0 for a failure."""
-    directory = os.environ.get(OUTCOME_DIR)
-    if directory and world.launched and code not in (EXIT_OK, EXIT_FAILED):
-        (Path(directory) / f"rank{world.rank}").write_text(str(code))
+    if outcome.launched_by_fw() and code not in (EXIT_OK, EXIT_FAILED):
+        outcome.leave_stop(code)
         return EXIT_OK
     return code
 
 
+def _prepare_network(recipe: Recipe, world: World) -> None:
+    """Settle what gloo and NCCL read from the environment; what the config sets wins, what it leaves out yields to the environment."""
+    launch, config = recipe.launch, recipe.config
+    if launch.port and "SLURM_STEP_ID" in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ:
+        os.environ["MASTER_PORT"] = str(launch.port)
+    use_interface(launch, world.size > world.local_size, config.origin(("launch", "interface")))
+    for option, variable, value in (
+        ("nccl_async_errors", "TORCH_NCCL_ASYNC_ERROR_HANDLING", str(int(launch.nccl_async_errors))),
+        ("nccl_heartbeat", "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", str(launch.nccl_heartbeat)),
+    ):
+        if config.was_set("launch", option) or variable not in os.environ:
+            os.environ[variable] = value
+
+
 def _end_with_parent() -> None:
     """Have the kernel send SIGTERM if fw's launcher dies, so that its ranks save and end instead of training on unseen (Linux)."""
-    if OUTCOME_DIR in os.environ and sys.platform == "linux":
+    if outcome.launched_by_fw() and sys.platform == "linux":
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
 

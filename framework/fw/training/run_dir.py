@@ -10,6 +10,7 @@ from pathlib import Path
 
 from fw.config import to_yaml
 from fw.errors import UserError
+from fw.kinds.checkpoint import Reader
 from fw.recipe import Recipe
 
 METRICS = "metrics.csv"
@@ -37,6 +38,11 @@ def make(run_dir: Path, continues: bool) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"train.run_dir: {run_dir} cannot be used: {error.strerror}; give another train.run_dir") from None
+
+
+def continues(run_dir: Path, checkpoint: Reader | None) -> bool:
+    """Whether a run from this checkpoint goes on in the directory it has."""
+    return checkpoint is not None and checkpoint.path.resolve().is_relative_to(run_dir.resolve())
 
 
 def describe(recipe: Recipe, directory: Path) -> None:

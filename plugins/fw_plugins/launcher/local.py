@@ -5,68 +5,119 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec
+from torch.distributed.elastic.rendezvous.api import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousError,
+    RendezvousTimeoutError,
+)
 
 from fw.config import LaunchSection
-from fw.errors import EXIT_FAILED, EXIT_OK, EXIT_USER
-from fw.kinds.launcher import OUTCOME_DIR, LauncherPlugin
+from fw.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_REQUEUE, EXIT_USER, RunError
+from fw.kinds.launcher import LauncherPlugin, Prepare
+from fw.launching import outcome
+from fw.launching.fate import Fate
+from fw_plugins.launcher import rendezvous as meeting
+from fw_plugins.launcher.agent import RankAgent
 
-_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_STOP_SIGNALS = {signal.SIGINT: EXIT_INTERRUPTED, signal.SIGTERM: EXIT_REQUEUE}
+
+
+class _StoppedBeforeRanks(Exception):
+    """Asked to stop where there is nobody to pass that on to, while the hosts wait for each other."""
 
 
 class LocalLauncher(LauncherPlugin):
     """torchrun's elastic agent in this process; several hosts each run the same command."""
 
     api = 1
+    needs_rendezvous = True
 
-    def launch(self, command: Sequence[str], launch: LaunchSection) -> int:
-        """Start, pass signals on, wait, and say how it ended."""
+    def launch(self, command: Sequence[str], launch: LaunchSection, prepare: Prepare) -> int:
+        """Start, pass signals on, restart what failed, wait, and say how it ended."""
         with _environment_as_before():
-            return _launch(command, launch)
+            return _launch(command, launch, prepare)
 
 
-def _launch(command: Sequence[str], launch: LaunchSection) -> int:
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # ranks tell their own errors
+def _launch(command: Sequence[str], launch: LaunchSection, prepare: Prepare) -> int:
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # what failed is told here
     if launch.threads is not None:
         os.environ["OMP_NUM_THREADS"] = str(launch.threads)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // launch.devices)))
-    config = LaunchConfig(
-        min_nodes=launch.nodes,
-        max_nodes=launch.nodes,
-        nproc_per_node=launch.devices,
-        run_id="fw",
-        rdzv_backend="c10d",
-        rdzv_endpoint=launch.rendezvous or "localhost:0",
-        max_restarts=0,
-        monitor_interval=0.1,
-        **_leave_signals_alone(),
-    )
-    with tempfile.TemporaryDirectory(prefix="fw-outcome-") as outcomes, _forward_signals():
-        os.environ[OUTCOME_DIR] = outcomes
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"  # stops reach the ranks through our handler, which waits for their save
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # each attempt gets a store of its own, empty of the last one's addresses
+    with tempfile.TemporaryDirectory(prefix="fw-outcome-") as outcomes, _forward_signals() as asked:
         try:
-            elastic_launch(config, command[0])(*command[1:])
-        except ChildFailedError as error:
-            codes = [failure.exitcode for failure in error.failures.values()]
-            return EXIT_USER if EXIT_USER in codes else EXIT_FAILED
-        codes = [int(path.read_text()) for path in Path(outcomes).iterdir()]
-        return max(codes, default=EXIT_OK)
+            return _run(command, launch, prepare, Path(outcomes), asked)
+        except _StoppedBeforeRanks:
+            return _STOP_SIGNALS[signal.Signals(asked[0])]
 
 
-def _leave_signals_alone() -> dict[str, Any]:
-    """Stop signals reach the ranks through our own handler: the agent's would end them without waiting for the save."""
-    if "signals_to_handle" in {field.name for field in fields(LaunchConfig)}:
-        return {"signals_to_handle": "SIGQUIT"}
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"  # torch before the option
-    return {}
+def _run(command: Sequence[str], launch: LaunchSection, prepare: Prepare, outcomes: Path, asked: Sequence[int]) -> int:
+    rendezvous = meeting.join(launch)
+    spec = WorkerSpec(
+        role="fw",
+        local_world_size=launch.devices,
+        entrypoint=command[0],
+        args=tuple(command[1:]),
+        rdzv_handler=rendezvous,
+        max_restarts=launch.max_restarts,
+        monitor_interval=0.1,
+    )
+    agent = RankAgent(spec, outcomes, prepare, _tell, lambda: bool(asked), launch.join_timeout)
+    reachable = True
+    try:
+        result: RunResult = agent.run()
+    except RendezvousConnectionError:
+        reachable = False
+        return _left_alone(agent.fates, "the rendezvous host cannot be reached any more; it has ended or the network is down")
+    except RendezvousClosedError:
+        return _left_alone(agent.fates, "another host has ended the run")
+    except RendezvousTimeoutError:
+        raise RunError(f"not all {launch.nodes} hosts joined within launch.join_timeout={launch.join_timeout} s") from None
+    except RendezvousError as error:
+        raise RunError(f"rendezvous failed: {error}") from error
+    finally:
+        if reachable:
+            rendezvous.shutdown()
+    if result.is_failed():
+        return _failed(agent.fates, asked)
+    return max(outcome.stops(agent.outcomes), default=EXIT_OK)
+
+
+def _tell(fates: list[Fate], restarts: bool) -> None:
+    """The rank to blame, before any other, then those that it took along."""
+    if not fates:
+        return
+    first, *others = fates
+    if first.is_user_error:
+        print(f"fw: error: {first.sentence.removeprefix('failed: ')}", file=sys.stderr, flush=True)
+        return
+    print(first.detail + (first.trace if "FW_DEBUG" in os.environ else ""), end="", file=sys.stderr)
+    more = f" ({len(others)} other{'s' * (len(others) > 1)} of this host ended after it)" if others else ""
+    print(f"fw: {'warning' if restarts else 'error'}: {first}{more}", file=sys.stderr, flush=True)
+
+
+def _left_alone(fates: list[Fate], why: str) -> int:
+    """The other hosts are gone: what the ranks of this one said of it, else why the agent gave up."""
+    _tell([fate for fate in fates if not fate.was_ended], restarts=False)
+    print(f"fw: error: {why}", file=sys.stderr, flush=True)
+    return EXIT_FAILED
+
+
+def _failed(fates: list[Fate], asked: Sequence[int]) -> int:
+    if asked and fates and fates[0].exit_code in (-asked[0], _STOP_SIGNALS[signal.Signals(asked[0])]):
+        return _STOP_SIGNALS[signal.Signals(asked[0])]  # stopped before training began: nothing to save, and nothing failed
+    return EXIT_USER if fates and fates[0].is_user_error else EXIT_FAILED
 
 
 @contextmanager
@@ -81,11 +132,16 @@ def _environment_as_before() -> Iterator[None]:
 
 
 @contextmanager
-def _forward_signals() -> Iterator[None]:
+def _forward_signals() -> Iterator[list[int]]:
     """Pass stop signals on to the children of this process, once each; the ranks save and end by themselves."""
+    asked: list[int] = []
 
     def forward(number: int, frame: FrameType | None) -> None:
-        for child in _children():
+        asked.append(number)
+        children = _children()
+        if not children:
+            raise _StoppedBeforeRanks
+        for child in children:
             try:
                 os.kill(child, number)
             except ProcessLookupError:
@@ -93,7 +149,7 @@ def _forward_signals() -> Iterator[None]:
 
     before: dict[int, Callable[[int, FrameType | None], Any] | int | None] = {n: signal.signal(n, forward) for n in _STOP_SIGNALS}
     try:
-        yield
+        yield asked
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

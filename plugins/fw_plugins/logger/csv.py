@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import os
 from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
@@ -34,11 +35,15 @@ class CsvLogger(Logger):
         rows = []
         if start_step and file.is_file():
             with file.open(newline="") as old:
-                rows = [row for row in csv.DictReader(old) if row["step"] and int(row["step"]) <= start_step]
-        with file.open("w", newline="") as new:
+                # A row cut short by a crash has no value, not even an empty one, for its last columns.
+                whole = [row for row in csv.DictReader(old) if row["step"] and None not in row.values()]
+                rows = [row for row in whole if int(row["step"]) <= start_step]
+        aside = file.with_suffix(".part")
+        with aside.open("w", newline="") as new:
             writer = csv.DictWriter(new, COLUMNS, extrasaction="ignore")
             writer.writeheader()
             writer.writerows(rows)
+        os.replace(aside, file)
 
     @property
     def name(self) -> str:

@@ -15,5 +15,5 @@ class TensorBoardMetrics(LoggerPlugin):
     api = 1
 
     def build(self, run_dir: Path, run_name: str, start_step: int) -> Logger:
-        """Events after ``start_step`` of an earlier attempt are hidden by ``purge_step``."""
-        return TensorBoardLogger(run_dir, name="", version="tensorboard", purge_step=start_step + 1 if start_step else None)
+        """Events after ``start_step`` of an earlier attempt, even one that saved nothing, are hidden by ``purge_step``."""
+        return TensorBoardLogger(run_dir, name="", version="tensorboard", purge_step=start_step + 1)

@@ -9,13 +9,14 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from fw.errors import UserError
 from fw.kinds.attention import AttentionPlugin
-from fw.kinds.model import CausalLM
+from fw.kinds.model import CausalLM, Give
 from fw.kinds.sharding import CONTEXT, REPLICATE, SHARD, TENSOR, ShardingPlugin, Stepper, StepSpec
 from fw_plugins.sharding import context_parallel, offloaded, tensor_parallel
 from fw_plugins.sharding.torch_stepper import TorchStepper
@@ -101,7 +102,8 @@ class FSDP(ShardingPlugin):
 
     def check(self, model: CausalLM, mesh_shape: Mapping[str, int], spec: StepSpec, sequence_length: int) -> None:
         """Sizes that tensor and context parallelism divide; tiers of offload."""
-        offloaded.check(spec, gathers=True)
+        parts = math.prod(size for name, size in mesh_shape.items() if name != REPLICATE)
+        offloaded.check(spec, model, parts, gathers=True)
         tensor, context = mesh_shape.get(TENSOR, 1), mesh_shape.get(CONTEXT, 1)
         chunks = 2 * context if self._ring and context > 1 else context
         if sequence_length % chunks:
@@ -153,10 +155,12 @@ class FSDP(ShardingPlugin):
         if policy.compute != policy.parameters or policy.reduce != policy.parameters:
             dtypes = MixedPrecisionPolicy(param_dtype=policy.compute, reduce_dtype=policy.reduce)
         reshard = self.config.reshard_after_forward
+        # Parameters on the host take gradients and the step with them. On the CPU they are there already.
+        tier = CPUOffloadPolicy(pin_memory=True) if _on_host(spec) else OffloadPolicy()
         for block in model.blocks:
-            fully_shard(block, mesh=data, mp_policy=dtypes, reshard_after_forward=reshard)
+            fully_shard(block, mesh=data, mp_policy=dtypes, offload_policy=tier, reshard_after_forward=reshard)
         # Backward begins where forward ended: giving the head back in between would only gather it twice.
-        fully_shard(model, mesh=data, mp_policy=dtypes, reshard_after_forward=False)
+        fully_shard(model, mesh=data, mp_policy=dtypes, offload_policy=tier, reshard_after_forward=False)
         self._prefetch([block for block in model.blocks if isinstance(block, FSDPModule)])
 
     def _prefetch(self, blocks: list[FSDPModule]) -> None:
@@ -166,6 +170,16 @@ class FSDP(ShardingPlugin):
                 block.set_modules_to_forward_prefetch(blocks[number + 1 : number + 1 + ahead])
             if behind > 1:  # one is what FSDP does by itself
                 block.set_modules_to_backward_prefetch(blocks[max(0, number - behind) : number][::-1])
+
+    def start(self, model: CausalLM, mesh: DeviceMesh | None, spec: StepSpec, device: torch.device, give: Give) -> Stepper:
+        """Parameters that are offloaded get their storage on the host; buffers are where the model computes."""
+        if not _on_host(spec):
+            return super().start(model, mesh, spec, device, give)
+        model.materialise(torch.device("cpu"))
+        give(model.stored())
+        for module in model.modules():
+            module._buffers.update({name: b.to(device) for name, b in module._buffers.items() if b is not None})
+        return self.stepper(model, mesh, spec)
 
     def stepper(self, model: CausalLM, mesh: DeviceMesh | None, spec: StepSpec) -> Stepper:
         """The plain step over sharded gradients."""
@@ -193,6 +207,10 @@ class _FSDPStepper(TorchStepper):
 
     def whole_sequences(self) -> AbstractContextManager[object]:
         return self._attention.whole_sequences() if self._attention else nullcontext()
+
+
+def _on_host(spec: StepSpec) -> bool:
+    return spec.offload.params == "cpu" and spec.device_type == "cuda"
 
 
 def _parameter_mesh(mesh: DeviceMesh) -> DeviceMesh:

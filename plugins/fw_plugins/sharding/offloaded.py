@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,11 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fw.config import format_size
 from fw.errors import RunError, UserError
+from fw.kinds.model import CausalLM
 from fw.kinds.offload import OffloadPolicy
 from fw.kinds.optimizer import OptimizerSpec
 from fw.kinds.sharding import StepSpec
+from fw_plugins.sharding.space import check_space
 
 
 class OffloadedOptimizer:
@@ -30,8 +30,6 @@ class OffloadedOptimizer:
     """
 
     def __init__(self, groups: Sequence[Mapping[str, Any]], spec: OptimizerSpec, policy: OffloadPolicy) -> None:
-        if policy.optimizer == "nvme":
-            _check_space(spec, policy, [parameter for group in groups for parameter in group["params"]])
         self._path = policy.path if policy.optimizer == "nvme" else None
         self._each: dict[nn.Parameter, tuple[Tensor, torch.optim.Optimizer]] = {}
         self._mapped: dict[Tensor, list[mmap.mmap]] = {}
@@ -86,10 +84,12 @@ class OffloadedOptimizer:
         self._mapped.pop(host, None)
 
 
-def check(spec: StepSpec, gathers: bool) -> None:
-    """Refuse tiers that the torch optimizers here have no way to.
+def check(spec: StepSpec, model: CausalLM, parts: int, gathers: bool) -> None:
+    """Refuse tiers that the torch optimizers here have no way to, and a disk that does not hold what is to go there.
 
     Args:
+        model: on the meta device.
+        parts: how many ranks divide its parameters.
         gathers: whether parameters are gathered block by block.
 
     Raises:
@@ -105,24 +105,10 @@ def check(spec: StepSpec, gathers: bool) -> None:
         )
     if policy.gradients == "cpu" and policy.optimizer == "device":
         raise UserError("offload.gradients: cpu needs a step computed there; set offload.optimizer: cpu or nvme")
-
-
-def _check_space(spec: OptimizerSpec, policy: OffloadPolicy, parameters: Sequence[nn.Parameter]) -> None:
-    """Whether the disk holds the state of all ranks of this host, which have as much of it as this one."""
-    assert policy.path is not None
-    try:
-        policy.path.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=policy.path):
-            free = shutil.disk_usage(policy.path).free
-    except OSError as error:
-        raise UserError(f"offload.path: {policy.path} cannot be written to: {error.strerror}; give another directory") from None
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    per_element = {dtype: _state_bytes(spec, dtype) for dtype in {p.dtype for p in parameters}}
-    needed = ranks * sum(_local(p).numel() * per_element[p.dtype] for p in parameters)
-    if needed > free:
-        raise UserError(
-            f"offload.path: {policy.path} has {format_size(free)} free, and the optimizer's state takes {format_size(needed)} on this host"
-        )
+    if policy.path is not None:
+        elements = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        state = _state_bytes(spec.optimizer, spec.precision.parameters) if policy.optimizer == "nvme" else 0
+        check_space(policy.path, -(-elements // parts) * state, spec.ranks_per_host)
 
 
 def _state_bytes(spec: OptimizerSpec, dtype: torch.dtype) -> int:

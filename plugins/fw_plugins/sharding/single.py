@@ -26,7 +26,7 @@ class SingleRank(ShardingPlugin):
 
     def check(self, model: CausalLM, mesh_shape: Mapping[str, int], spec: StepSpec, sequence_length: int) -> None:
         """Tiers of offload."""
-        offloaded.check(spec, gathers=False)
+        offloaded.check(spec, model, parts=1, gathers=False)
 
     def shard(self, model: CausalLM, mesh: DeviceMesh | None, spec: StepSpec) -> None:
         """Nothing to divide."""

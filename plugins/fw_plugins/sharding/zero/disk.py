@@ -7,9 +7,8 @@ import shutil
 import socket
 from pathlib import Path
 
-from fw.config import format_size
-from fw.errors import UserError
 from fw.kinds.sharding import StepSpec
+from fw_plugins.sharding import space
 
 _OPTIMIZER_BYTES = 16
 """Per parameter: fp32 weights, their gradient and two moments. An optimizer of fewer states takes less."""
@@ -29,21 +28,9 @@ def check_space(spec: StepSpec, numel: int, ranks: int) -> None:
     """
     path = spec.offload.path
     assert path is not None, "the offload plugin asks for it"
-    try:
-        path.mkdir(parents=True, exist_ok=True)
+    if path.is_dir():
         _remove_abandoned(path)
-        free = shutil.disk_usage(path).free
-    except OSError as error:
-        raise UserError(f"offload.path: {path} cannot be used: {error.strerror}; give another directory") from None
-    if not os.access(path, os.W_OK):
-        raise UserError(f"offload.path: {path} cannot be written; give another directory")
-    here = min(spec.ranks_per_host, ranks)
-    needed = here * bytes_per_rank(spec, numel, ranks)
-    if needed > free:
-        raise UserError(
-            f"offload.path: {path} has {format_size(free)} free, and {here} rank{'s' * (here > 1)} on this host would write"
-            f" {format_size(needed)}; give a larger disk, or offload to cpu"
-        )
+    space.check_space(path, bytes_per_rank(spec, numel, ranks), min(spec.ranks_per_host, ranks))
 
 
 def own_directory(path: Path) -> Path:

@@ -1,0 +1,35 @@
+"""Hand a run to a cluster: write the batch script or manifest and submit it.
+
+The config is checked first, with its data where the cluster shares this machine's file system. Options of the launcher are overrides,
+like launcher.time=2:00:00; 'fw plugins show launcher slurm' lists them.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+EXAMPLES = """examples:
+  fw launch slurm configs/quickstart.yaml launch.nodes=2 launch.devices=8 sharding=fsdp launcher.time=4:00:00 --dry-run
+  fw launch kubernetes configs/quickstart.yaml launch.devices=8 sharding=fsdp --image registry.example/fw:1 --dry-run"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Where to, what, and whether for real."""
+    parser.add_argument("launcher", help="name of a launcher plugin: slurm, kubernetes")
+    parser.add_argument("config", help="a YAML file")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="values that win over the file's")
+    parser.add_argument("--dry-run", action="store_true", help="print what would be submitted, and submit nothing")
+    parser.add_argument("--image", metavar="IMAGE", help="container image with fw, the same as launcher.image=IMAGE")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print or submit."""
+    from fw.training.submit import prepare
+
+    overrides = [*options.overrides, *([f"launcher.image={options.image}"] if options.image else [])]
+    launcher, job, text = prepare(options.config, options.launcher, overrides)
+    if options.dry_run:
+        print(text, end="")
+        return 0
+    print(f"fw: {launcher.submit(job, text)}")
+    return 0

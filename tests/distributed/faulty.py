@@ -1,0 +1,85 @@
+"""An objective that fails on command: installed into a directory of its own, as a distribution that ``PYTHONPATH`` makes visible."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from conftest import environment
+
+METADATA = "Metadata-Version: 2.1\nName: faulty\nVersion: 1.0\n"
+ENTRY_POINTS = "[fw.objective]\nfaulty = faulty_objective:Faulty\n"
+MODULE = '''
+"""What can go wrong on a rank."""
+import ctypes
+import os
+import signal
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+from fw.errors import UserError
+from fw_plugins.objective.causal_lm import CausalLMObjective
+
+
+@dataclass
+class FaultyConfig(CausalLMObjective.Config):
+    """The fault."""
+
+    how: str = ""
+    """kill, raise, user, lock or sleep."""
+    rank: int = 1
+    """On which rank."""
+    step: int = 3
+    """In which step of the process, from 1."""
+    times: int = 1000
+    """How many attempts fail."""
+
+
+class Faulty(CausalLMObjective):
+    """The usual loss, and a fault."""
+
+    Config = FaultyConfig
+    steps = 0
+
+    def count(self, batch):
+        self.steps += 1
+        return super().count(batch)
+
+    def loss_sum(self, model, batch):
+        config = self.config
+        if self.steps == config.step and int(os.environ["RANK"]) == config.rank:
+            failed = Path("failed")
+            before = failed.read_text() if failed.exists() else ""
+            if len(before) < config.times:
+                failed.write_text(before + "x")
+                fail(config.how)
+        return super().loss_sum(model, batch)
+
+
+def fail(how):
+    if how == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "raise":
+        print("about to fail")
+        raise ArithmeticError("a gremlin")
+    if how == "user":
+        raise UserError("the input is no good")
+    if how == "lock":
+        lock = threading.Lock()
+        lock.acquire()
+        lock.acquire()
+    if how == "sleep":
+        ctypes.PyDLL(None).sleep(600)  # PyDLL keeps the GIL
+'''
+
+
+def installed(directory: Path) -> dict[str, str]:
+    """Write the distribution; returns the environment of a process that sees it."""
+    info = directory / "faulty-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(METADATA)
+    (info / "entry_points.txt").write_text(ENTRY_POINTS)
+    (directory / "faulty_objective.py").write_text(MODULE)
+    env = environment()
+    return {**env, "PYTHONPATH": os.pathsep.join([str(directory), env.get("PYTHONPATH", "")])}

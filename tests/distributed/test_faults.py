@@ -1,0 +1,114 @@
+"""What goes wrong on one rank: named first, restarted where asked for, and the losses of a run in which nothing went wrong."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from conftest import column, fw
+from distributed.faulty import installed
+
+TWO = ("sharding=ddp", "launch.devices=2", "train.save_every=4", "train.max_steps=10")
+
+
+@pytest.fixture
+def faulty(workspace, tmp_path_factory):
+    """Runs `fw train` with a fault, on two ranks."""
+    env = installed(tmp_path_factory.mktemp("site"))
+
+    def run(how: str, *words: str, **options: int):
+        fault = [f"objective.{key}={value}" for key, value in {"how": how, **options}.items()]
+        return fw("train", "tiny.yaml", "objective=faulty", *fault, *TWO, *words, env=env)
+
+    return run
+
+
+@pytest.fixture
+def straight(workspace):
+    fw("train", "tiny.yaml", *TWO, "train.run_dir=straight").ok()
+    return column("straight", "loss")
+
+
+@pytest.mark.parametrize(("step", "saved"), [(6, "run/checkpoints/step-00000004"), (3, "the beginning")])
+def test_a_killed_rank_is_restarted_and_the_run_ends_with_the_same_losses(faulty, straight, step, saved):
+    Path("run").mkdir()
+    Path("run/metrics.csv").write_text("of an earlier run\n")
+    done = faulty("kill", "launch.max_restarts=2", "logger=[csv,tensorboard]", step=step, times=1).ok()
+    first = next(line for line in done.err.splitlines() if "rank" in line and "fw: " in line)
+    assert first.startswith("fw: warning: rank 1 was killed by SIGKILL") and "run/logs/attempt-0/rank-1.log" in first
+    assert re.search(rf"starting the ranks again from \S*{saved}: attempt 2 of 3", done.err) or saved == "the beginning"
+    assert f"{saved}: attempt 2 of 3" in done.err
+    assert column("run", "step") == list(range(1, 11)) and column("run", "loss") == straight
+    assert Path("run.1/metrics.csv").read_text() == "of an earlier run\n" and not Path("run.2").exists()
+    assert {p.parent.name for p in Path("run/logs").glob("*/rank-*.log")} == {"attempt-0", "attempt-1"}
+
+
+def test_the_first_failure_is_told_before_those_it_caused_and_all_logs_are_kept(faulty):
+    done = faulty("raise", "launch.max_restarts=1", "--debug")
+    errors = [line for line in done.err.splitlines() if line.startswith(("fw: error", "fw: warning"))]
+    assert done.code == 1 and len(errors) == 2
+    message = "rank 1 failed: ArithmeticError: a gremlin (unexpected; --debug shows the traceback); its log: run/logs/attempt"
+    assert errors[0].startswith(f"fw: warning: {message}-0/rank-1.log")
+    assert errors[1].startswith(f"fw: error: {message}-1/rank-1.log") and errors[1].endswith("(1 other of this host ended after it)")
+    assert done.err.count("Traceback (most recent call last)") == 2, "those of the two first failures only"
+    assert "in fail" in done.err and "about to fail" not in done.out + done.err
+    for attempt in ("0", "1"):
+        assert "about to fail" in Path(f"run/logs/attempt-{attempt}/rank-1.log").read_text()
+        rank0 = Path(f"run/logs/attempt-{attempt}/rank-0.log").read_text()
+        assert "step 1/10" in rank0 and "the connection to another rank was lost" in rank0
+
+
+def test_wrong_input_is_not_restarted(faulty):
+    done = faulty("user", "launch.max_restarts=3")
+    assert done.code == 2 and done.err.splitlines()[-1] == "fw: error: the input is no good"
+    assert Path("failed").read_text() == "x" and "again" not in done.err
+
+
+def test_a_rank_that_hangs_is_named_with_its_stack(faulty):
+    # In a C call that holds the GIL: no Python code of that rank runs any more.
+    done = faulty("sleep", "launch.timeout=4", "launch.max_restarts=1", times=1).ok()
+    lines = done.err.splitlines()
+    start = lines.index("stack of rank 1, innermost frame first:")
+    assert re.fullmatch(r'  File ".*faulty_objective.py", line \d+ in fail', lines[start + 1])
+    assert any("loss_sum" in line for line in lines[start + 2 : start + 5])
+    told = next(line for line in lines if line.startswith("fw: warning: rank 1 hangs in "))
+    assert "faulty_objective.py" in told and lines.index(told) > start
+    assert column("run", "step") == list(range(1, 11))
+    assert "faulty_objective.py" in Path("run/logs/attempt-0/rank-1.log").read_text()
+
+
+def test_a_rank_alone_on_its_host_ends_itself_when_it_hangs(faulty):
+    # One rank: no other notices. It is restarted, finishes, and what it wrote is kept.
+    done = faulty("lock", "launch.timeout=2", "launch.max_restarts=1", "launch.devices=1", "sharding=single", rank=0, times=1).ok()
+    assert "fw: warning: rank 0 hangs in " in done.err and "stack of rank 0" in done.err
+    assert column("run", "step") == list(range(1, 11))
+
+
+def test_rank_0_keeps_its_terminal_and_its_log(workspace):
+    import pty
+
+    ours, theirs = pty.openpty()
+    process_words = ("train", "tiny.yaml", *TWO)
+    done = fw_on_terminal(process_words, theirs)
+    os.close(theirs)
+    shown = b""
+    while chunk := _read(ours):
+        shown += chunk
+    assert done == 0 and b"10/10" in shown and b"\r" in shown, shown
+    assert "10/10" in Path("run/logs/attempt-0/rank-0.log").read_text()
+
+
+def fw_on_terminal(words: tuple[str, ...], terminal: int) -> int:
+    from conftest import start
+
+    return start(*words, stdout=terminal, stderr=terminal).wait(timeout=120)
+
+
+def _read(descriptor: int) -> bytes:
+    try:
+        return os.read(descriptor, 65536)
+    except OSError:
+        return b""
