@@ -48,7 +48,7 @@ class Faulty(CausalLMObjective):
         config = self.config
         failed = Path("failed")
         before = failed.read_text() if failed.exists() else ""
-        if config.steps[len(before) :][:1] == [self.step] and int(os.environ["RANK"]) == config.rank:
+        if config.steps[len(before) :][:1] == [self.step] and int(os.environ.get("RANK", "0")) == config.rank:
             failed.write_text(before + "x")
             fail(config.how)
         return super().loss_sum(model, batch)
