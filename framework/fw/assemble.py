@@ -2,28 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from fw.checkpointing.placement import initialise
-from fw.checkpointing.tensor_files import TensorFiles, load_weights
+from fw.checkpointing.tensor_files import TensorFiles, weights_for
 from fw.errors import UserError
 from fw.kinds.checkpoint import Reader
-from fw.kinds.model import CausalLM
+from fw.kinds.model import CausalLM, Give
 from fw.kinds.sharding import Stepper
 from fw.recipe import Recipe
 
 
 @dataclass(frozen=True)
 class Assembly:
-    """A model whose parameters have their values on this rank, and the owner of its step."""
+    """A model whose parameters have their values on this rank, and the owner of its step.
+
+    Attributes:
+        flops_per_token: of the model, at the run's sequence length.
+    """
 
     model: CausalLM
     stepper: Stepper
     vocab_size: int
+    flops_per_token: float
 
 
 def assemble(recipe: Recipe, vocab_size: int, mesh: DeviceMesh | None, device: torch.device, checkpoint: Reader | None = None) -> Assembly:
@@ -47,13 +54,14 @@ def assemble(recipe: Recipe, vocab_size: int, mesh: DeviceMesh | None, device: t
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 8 * len(model.blocks))
         for block in model.blocks:
             block.compile()
+    flops_per_token = model.flops_per_token(recipe.train.sequence_length)
     recipe.sharding.shard(model, mesh, spec)
-    model.materialise(device)
-    fill(model, recipe.train.seed, checkpoint, recipe.model.weights)
-    stepper = recipe.sharding.stepper(model, mesh, spec)
+    recipe.offload.attach(model)
+    give = values(model, recipe.train.seed, checkpoint, recipe.model.weights)
+    stepper = recipe.sharding.start(model, mesh, spec, device, give)
     if checkpoint is not None:
-        stepper.load_optimizer_tensors(checkpoint.optimizer(dict(stepper.parameters())))
-    return Assembly(model, stepper, vocab_size)
+        stepper.load_optimizer_tensors(checkpoint.optimizer(stepper.placements()))
+    return Assembly(model, stepper, vocab_size, flops_per_token)
 
 
 def check(recipe: Recipe, vocab_size: int, device: torch.device) -> None:
@@ -67,20 +75,27 @@ def check(recipe: Recipe, vocab_size: int, device: torch.device) -> None:
     try:
         recipe.sharding.check(model, recipe.mesh_shape, recipe.step_spec(device), recipe.train.sequence_length)
     except UserError as error:
-        raise UserError(f"{recipe.config.origin(('sharding',))}: {error}") from None
+        section = str(error).partition(".")[0]  # the option that is at fault is named first
+        raise UserError(f"{recipe.config.origin((section if section in recipe.tree else 'sharding',))}: {error}") from None
 
 
-def fill(model: CausalLM, seed: int, checkpoint: Reader | None, weights: Path | None) -> None:
-    """Give every parameter its value on this rank, read by the slice or drawn by the slice.
+def values(model: CausalLM, seed: int, checkpoint: Reader | None, weights: Path | None) -> Give:
+    """Where the parameters' values come from; what is returned fills those it is given, read by the slice or drawn by the slice.
 
     Args:
         checkpoint: of a run to go on with; goes before ``weights``.
         weights: model directory to begin from; None for initial values.
+
+    Raises:
+        UserError: the files do not fit the model.
     """
     if checkpoint is not None:
-        checkpoint.weights(model)
-    elif weights is not None:
-        load_weights(TensorFiles(weights), model)
-    else:
-        for name, tensor in model.stored().items():
+        return checkpoint.weights(model)
+    if weights is not None:
+        return weights_for(TensorFiles(weights), model)
+
+    def draw(tensors: Mapping[str, Tensor]) -> None:
+        for name, tensor in tensors.items():
             initialise(tensor.data, name, model.init(name), seed)
+
+    return draw

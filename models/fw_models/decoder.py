@@ -239,16 +239,16 @@ class Decoder(CausalLM):
         return 6.0 * (self.active_parameters() - outside) + 12.0 * c.num_attention_heads * c.head_size * seen
 
     def tensor_plan(self) -> TensorPlan:
-        """Heads, features of the feed-forward network and vocabulary."""
+        """Heads, features of the feed-forward network and vocabulary; a single key and value head is every rank's."""
         c = self.config
+        divided = "qkv" if c.kv_heads > 1 else "q"
         return TensorPlan(
             split={
                 "embed_tokens.weight": 0,
                 "lm_head.weight": 0,
-                **{f"layers.*.self_attn.{which}_proj.{part}": 0 for which in "qkv" for part in ("weight", "bias")},
+                **{f"layers.*.self_attn.{which}_proj.{part}": 0 for which in divided for part in ("weight", "bias")},
                 "layers.*.self_attn.o_proj.weight": 1,
-                "layers.*.mlp.gate_proj.weight": 0,
-                "layers.*.mlp.up_proj.weight": 0,
+                **{f"layers.*.mlp.{which}_proj.{part}": 0 for which in ("gate", "up") for part in ("weight", "bias")},
                 "layers.*.mlp.down_proj.weight": 1,
                 "layers.*.mlp.experts.gate_proj": 1,
                 "layers.*.mlp.experts.up_proj": 1,
@@ -258,10 +258,10 @@ class Decoder(CausalLM):
             whole_input=frozenset({"layers.*.self_attn", "layers.*.mlp"}),
             partial_output=frozenset({"layers.*.self_attn", "layers.*.mlp"}),
             whole_output=frozenset({"norm"}),
-            once=frozenset({"layers.*.self_attn.o_proj.bias"}),
+            once=frozenset({"layers.*.self_attn.o_proj.bias", "layers.*.mlp.down_proj.bias"}),
             sizes={
                 "attention heads": c.num_attention_heads,
-                "key and value heads": c.kv_heads,
+                **({"key and value heads": c.kv_heads} if c.kv_heads > 1 else {}),
                 "features of the feed-forward network": self.feed_forward_size,
             },
         )

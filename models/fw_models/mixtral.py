@@ -70,7 +70,7 @@ class ExpertsDecoder(Decoder):
         if not (c.output_router_logits and c.router_aux_loss_coef):
             return None
         counted_BL = None if segments_BL is None else segments_BL > 0
-        return c.router_aux_loss_coef * balance_loss(routed, c.num_experts_per_tok, counted_BL)
+        return c.router_aux_loss_coef * balance_loss(routed, c.num_experts_per_tok, counted_BL, self.over_ranks)
 
 
 _EXPERT = re.compile(r"(layers\.\d+)\.mlp\.experts\.(gate|up|down)_proj")

@@ -1,4 +1,5 @@
-"""A rank of test_architectures: every model directory given trains three steps on one rank and under fsdp, and is written from there.
+"""A rank of test_architectures: every model directory given trains three steps on one rank and under fsdp, its layers or its sequences
+divided too where the model knows how, and is written from there.
 
 torchrun --nproc-per-node 2 train_architectures.py DIRECTORY ...
 """
@@ -12,15 +13,17 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from fw.assemble import assemble
+from fw.assemble import Assembly, assemble, check
 from fw.config import load
 from fw.kinds.checkpoint import Snapshot, parts
 from fw.kinds.data import IGNORED
 from fw.pretrained.load import write_json
-from fw.recipe import World, current_world, resolve
+from fw.recipe import Recipe, World, current_world, resolve
 from fw.training.strategy import leave
 
 STEPS = 3
+CPU = torch.device("cpu")
+SETTINGS = ["train.sequence_length=24", "train.micro_batch_size=1"]
 
 
 def micro_batches(vocabulary: int) -> list[dict[str, torch.Tensor]]:
@@ -32,15 +35,17 @@ def micro_batches(vocabulary: int) -> list[dict[str, torch.Tensor]]:
     return [{"input_ids": i, "labels": y, "segments": s} for i, y, s in zip(ids, labels, segments, strict=True)]
 
 
-def train(path: str, name: str, sharding: str, mesh) -> tuple[list[float], object]:
-    recipe = resolve(
-        load("tiny.yaml", [f"model={{name: {name}, path: {path}}}", f"sharding={sharding}"]), current_world() if mesh else World()
-    )
-    made = assemble(recipe, recipe.model.vocab_size, mesh, torch.device("cpu"))
+def train(path: str, name: str, sharding: str, world: World) -> tuple[list[float], Recipe, Assembly]:
+    recipe = resolve(load("tiny.yaml", [f"model={{name: {name}, path: {path}}}", f"sharding={sharding}", *SETTINGS]), world)
+    shape = recipe.mesh_shape
+    mesh = init_device_mesh("cpu", tuple(shape.values()), mesh_dim_names=tuple(shape)) if shape else None
+    check(recipe, recipe.model.vocab_size, CPU)
+    made = assemble(recipe, recipe.model.vocab_size, mesh, CPU)
     made.model.train()
     batches = micro_batches(recipe.model.vocab_size)
     count = sum(recipe.objective.count(batch) for batch in batches)
-    mine = batches if mesh is None else batches[dist.get_rank() : dist.get_rank() + 1]
+    replica = world.rank * recipe.replicas // recipe.world_size
+    mine = [recipe.sharding.local_batch(batch, mesh) for batch in batches[replica :: recipe.replicas]]
     numbers = []
     for _ in range(STEPS):
         total = torch.zeros(())
@@ -48,22 +53,25 @@ def train(path: str, name: str, sharding: str, mesh) -> tuple[list[float], objec
             with made.stepper.micro_batch(number == len(mine) - 1), made.stepper.forward_context():
                 loss = recipe.objective.loss_sum(made.stepper.module, batch) / count
                 made.stepper.backward(loss)
-            total += loss.detach()
+            total += loss.detach() / recipe.copies
         if mesh is not None:
             dist.all_reduce(total)
         numbers += [total.item(), made.stepper.step(1.0).grad_norm.item()]
-    return numbers, (recipe, made)
+    return numbers, recipe, made
+
+
+def check_equal(path: str, alone: list[float], together: list[float]) -> None:
+    worst = max(abs(a - b) / abs(a) for a, b in zip(alone, together, strict=True))
+    assert worst < 1e-5, (path, alone, together)
 
 
 def main() -> None:
     dist.init_process_group("gloo")
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
     for path in sys.argv[1:]:
         name = "hf" if "hf-" in path else "auto"
-        alone, _ = train(path, name, "single", None)
-        together, (recipe, made) = train(path, name, "fsdp", mesh)
-        worst = max(abs(a - b) / abs(a) for a, b in zip(alone, together, strict=True))
-        assert worst < 1e-5, (path, alone, together)
+        alone, _, _ = train(path, name, "single", World())
+        together, recipe, made = train(path, name, "fsdp", current_world())
+        check_equal(path, alone, together)
         assert alone[-2] < alone[0], "it must learn something"
         weights = parts(made.model, {n: t.detach() for n, t in made.model.stored().items()})
         kept = sum(p.to_local().nbytes for p in made.model.parameters())
@@ -72,6 +80,10 @@ def main() -> None:
 
         def files(directory: Path, model=made.model) -> None:
             write_json(directory / "config.json", model.hf_config())
+
+        if name == "auto":
+            check_equal(f"{path} tensor", alone, train(path, name, "{name: fsdp, tensor: 2}", current_world())[0])
+            check_equal(f"{path} context", alone, train(path, name, "{name: fsdp, context: 2}", current_world())[0])
 
         snapshot = Snapshot(STEPS, weights, made.stepper.optimizer_tensors(), {}, {}, files)
         saved = recipe.checkpoint.save(Path(path) / "trained", snapshot)

@@ -16,7 +16,7 @@ from fw.checkpointing.placement import local_part
 from fw.checkpointing.stream import DTYPES
 from fw.errors import UserError
 from fw.kinds.checkpoint import Part, parts
-from fw.kinds.model import CausalLM
+from fw.kinds.model import CausalLM, Give
 
 _DTYPE_OF = {name: dtype for dtype, name in DTYPES.items()}
 
@@ -68,6 +68,7 @@ class TensorFiles:
     @torch.no_grad()
     def fill(self, name: str, part: Part) -> None:
         """Copy into what this rank keeps of ``part``, in its dtype."""
+        assert isinstance(part.tensor, Tensor)
         local, kept = local_part(part.tensor)
         region = part.region
         both = [slice(max(k.start, r.start), min(k.stop, r.stop)) for k, r in zip(kept, region, strict=True)]
@@ -86,6 +87,18 @@ def load_weights(files: TensorFiles, model: CausalLM) -> None:
     Raises:
         UserError: tensors that are missing, unexpected or of another shape, all listed; a tied head that is no repetition.
     """
+    weights_for(files, model)(model.stored())
+
+
+def weights_for(files: TensorFiles, model: CausalLM) -> Give:
+    """Check once that the files are all of the model and nothing else; what is returned fills its tensors, any of them at a time.
+
+    Args:
+        model: may be on the meta device.
+
+    Raises:
+        UserError: as :func:`load_weights`.
+    """
     expected = parts(model, model.stored())
     names = {_full_name(name, expected, model): name for name in files.where}
     repeated = {name: source for name, source in model.hf_repeated().items() if name in names and name not in expected}
@@ -102,8 +115,12 @@ def load_weights(files: TensorFiles, model: CausalLM) -> None:
     for name, source in repeated.items():
         if not _same(files, names[name], names[source]):
             raise UserError(f"{files.directory}: the configuration ties {name} to {source}, but the files hold two different tensors")
-    for name, part in tqdm(expected.items(), desc="loading weights", unit="tensor", leave=False, disable=None, delay=1):
-        files.fill(names[name], part)
+
+    def give(tensors: Mapping[str, Tensor]) -> None:
+        for name, part in tqdm(parts(model, tensors).items(), "loading weights", unit="tensor", leave=False, disable=None, delay=1):
+            files.fill(names[name], part)
+
+    return give
 
 
 def _files(directory: Path, stem: str) -> list[Path]:

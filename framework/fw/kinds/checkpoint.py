@@ -11,17 +11,29 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from fw.kinds.model import CausalLM, HFTensor
+from fw.kinds.model import CausalLM, Give, HFTensor
 from fw.registry import Plugin
 
 _ALL = HFTensor("")
+
+
+class Gathered(ABC):
+    """A tensor whose parts lie where only their engine knows; it is put together when its turn to be written comes."""
+
+    shape: torch.Size
+    """Of the whole."""
+    dtype: torch.dtype
+
+    @abstractmethod
+    def full_tensor(self) -> Tensor:
+        """The whole, on every rank. Collective."""
 
 
 @dataclass(frozen=True)
 class Part:
     """A tensor of a file, where it is kept: ``tensor`` is a parameter, a DTensor where it is sharded, of which it is the part ``of``."""
 
-    tensor: Tensor
+    tensor: Tensor | Gathered
     of: HFTensor = _ALL
 
     @property
@@ -55,7 +67,7 @@ class Part:
         return self.as_in_file(parameter[self.region])
 
 
-def parts(model: CausalLM, tensors: Mapping[str, Tensor]) -> dict[str, Part]:
+def parts(model: CausalLM, tensors: Mapping[str, Tensor] | Mapping[str, Tensor | Gathered]) -> dict[str, Part]:
     """Tensors by the model's names, as a Hugging Face file names and holds them."""
     return {stored.name: Part(tensor, stored) for name, tensor in tensors.items() for stored in model.hf_tensors(name)}
 
@@ -75,7 +87,7 @@ class Snapshot:
 
     step: int
     weights: Mapping[str, Part]
-    optimizer: Mapping[str, Tensor]
+    optimizer: Mapping[str, Tensor | Gathered]
     rng: Mapping[str, Tensor]
     state: Mapping[str, Any]
     write_files: Callable[[Path], None]
@@ -95,16 +107,20 @@ class Reader(ABC):
         """
 
     @abstractmethod
-    def weights(self, model: CausalLM) -> None:
-        """Fill what the model stores, placed as the rank keeps it, in place.
+    def weights(self, model: CausalLM) -> Give:
+        """What fills tensors that the model stores; ``model`` may be on the meta device.
 
         Raises:
             UserError: names missing or unexpected, shapes that differ; all are listed.
         """
 
     @abstractmethod
-    def optimizer(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Optimizer tensors by ``<parameter>/<key>``, those shaped like a parameter placed like it."""
+    def optimizer(self, parameters: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Optimizer tensors by ``<parameter>/<key>``, those shaped like a parameter placed like it. Each is read when it is looked up.
+
+        Raises:
+            RunError: state of a parameter that is not among ``parameters``.
+        """
 
     @abstractmethod
     def state(self) -> dict[str, Any]:

@@ -20,6 +20,9 @@ Readout = Callable[[Tensor, Head, Tensor | None], Tensor]
 """Takes the last hidden states ``[B, L, D]``, the head, and what the model itself adds to the mean loss per token while it trains (a
 weighted scalar, as the balance of a router; None where there is nothing); what it returns, forward returns."""
 
+Give = Callable[[Mapping[str, Tensor]], None]
+"""Fills tensors that a model stores, called by the model's own names, in place: plain ones whole, of DTensors what this rank keeps."""
+
 
 @dataclass(frozen=True)
 class Init:
@@ -144,6 +147,9 @@ class CausalLM(nn.Module):
     def whole_sequences_because(self) -> str:
         """Why ranks cannot each take some positions of a sequence, as a clause; empty where they can, the attention plugin seeing to it."""
         return "its attention is not a plugin's"
+
+    over_ranks: Callable[[Tensor], Tensor] = staticmethod(lambda x: x)
+    """Adds up a tensor over the ranks that divide sequences, for what a model computes over all positions; they see to it."""
 
     hf_prefix: ClassVar[str] = ""
     """What :meth:`hf_tensors` put before most names, and some published files leave out (``transformer.`` of GPT-2)."""

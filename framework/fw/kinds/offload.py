@@ -1,4 +1,5 @@
-"""The contract of ``offload``: what lives on the host or on disk, as data. Sharding owns the mechanism that moves it."""
+"""The contract of ``offload``: what lives on the host or on disk. Parameters, gradients and optimizer state are sharding's, which moves
+them as the policy says; activations the plugin moves itself."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
+from fw.kinds.model import CausalLM
 from fw.registry import Plugin
 
 Tier = Literal["device", "cpu", "nvme"]
@@ -41,3 +43,7 @@ class OffloadPlugin(Plugin):
     @abstractmethod
     def policy(self) -> OffloadPolicy:
         """The tiers; the same on every rank."""
+
+    @abstractmethod
+    def attach(self, model: CausalLM) -> None:
+        """Arrange that what the blocks keep for backward lives on its tier. Called on every rank, once the model is divided."""

@@ -8,11 +8,13 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fw.kinds.attention import AttentionPlugin
-from fw.kinds.model import CausalLM
+from fw.kinds.checkpoint import Gathered
+from fw.kinds.model import CausalLM, Give
 from fw.kinds.offload import OffloadPolicy
 from fw.kinds.optimizer import OptimizerSpec
 from fw.kinds.precision import PrecisionPolicy
@@ -31,6 +33,8 @@ class StepSpec:
         clip_norm: largest global L2 norm of the gradient; 0 means no clipping.
         micro_batch_size: sequences per forward.
         accumulation: forwards and backwards per step.
+        ranks_per_host: ranks that share a host's memory and disks.
+        device_type: what the model computes on, ``cpu`` or ``cuda``.
     """
 
     precision: PrecisionPolicy
@@ -39,6 +43,8 @@ class StepSpec:
     clip_norm: float = 0.0
     micro_batch_size: int = 1
     accumulation: int = 1
+    ranks_per_host: int = 1
+    device_type: str = "cpu"
 
 
 @dataclass(frozen=True)
@@ -89,13 +95,21 @@ class Stepper(ABC):
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """This rank's parameters under the model's own names, no wrapper prefix; DTensors where they are sharded."""
 
+    def weights(self) -> dict[str, Tensor | Gathered]:
+        """What a checkpoint holds of the parameters, by the model's own names, in the dtype they are kept in."""
+        return {name: parameter.detach() for name, parameter in self.parameters()}
+
+    def placements(self) -> dict[str, Tensor]:
+        """For each parameter a tensor of its shape, placed like the optimizer state that :meth:`load_optimizer_tensors` wants."""
+        return dict(self.parameters())
+
     @abstractmethod
-    def optimizer_tensors(self) -> dict[str, Tensor]:
+    def optimizer_tensors(self) -> dict[str, Tensor] | dict[str, Tensor | Gathered]:
         """Optimizer state as ``<parameter>/<key>``: shaped and placed like the parameter, or the same on every rank."""
 
     @abstractmethod
-    def load_optimizer_tensors(self, tensors: dict[str, Tensor]) -> None:
-        """Take back what :meth:`optimizer_tensors` gave, placed for this rank."""
+    def load_optimizer_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take back what :meth:`optimizer_tensors` gave, placed like :meth:`placements`; a tensor is read when it is looked up."""
 
     @abstractmethod
     def scalars(self) -> dict[str, Any]:
@@ -104,6 +118,13 @@ class Stepper(ABC):
     @abstractmethod
     def load_scalars(self, scalars: dict[str, Any]) -> None:
         """Take back what :meth:`scalars` gave."""
+
+    def files(self) -> Mapping[str, str]:
+        """Name → text of what the run directory should hold besides: an engine's own configuration."""
+        return {}
+
+    def close(self) -> None:  # noqa: B027
+        """The run is over, or has failed: give back what outlives a process (files on a disk)."""
 
 
 class ShardingPlugin(Plugin):
@@ -127,7 +148,13 @@ class ShardingPlugin(Plugin):
         """
 
     def prepare(self, spec: StepSpec, say: Callable[[str], None]) -> None:
-        """Build what the step needs on this host (compiled operators); called once, before its ranks start."""
+        """Build what the step needs on this host (compiled operators). Called before its ranks start, or by each of them at the same time
+        where another launcher has started them.
+
+        Raises:
+            UserError: the host lacks what the build needs.
+            RunError: the build failed.
+        """
 
     def attention(self, attention: AttentionPlugin, mesh: DeviceMesh | None) -> AttentionPlugin:
         """What the model computes attention with, where ranks divide sequences between them."""
@@ -147,3 +174,12 @@ class ShardingPlugin(Plugin):
     @abstractmethod
     def stepper(self, model: CausalLM, mesh: DeviceMesh | None, spec: StepSpec) -> Stepper:
         """The owner of the step, once the parameters have their values."""
+
+    def start(self, model: CausalLM, mesh: DeviceMesh | None, spec: StepSpec, device: torch.device, give: Give) -> Stepper:
+        """Leave the meta device: give the model storage and values, and its step an owner. Collective.
+
+        A plugin whose engine must exist before the values do overrides this one.
+        """
+        model.materialise(device)
+        give(model.stored())
+        return self.stepper(model, mesh, spec)

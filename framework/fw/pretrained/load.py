@@ -22,7 +22,7 @@ from fw.config import parse_size
 from fw.errors import UserError
 from fw.kinds import KINDS
 from fw.kinds.attention import AttentionPlugin
-from fw.kinds.checkpoint import parts
+from fw.kinds.checkpoint import Gathered, parts
 from fw.kinds.model import CausalLM, ModelPlugin
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def save_model(
 
     def value(name: str) -> Tensor:
         tensor = tensors[name].tensor
-        return tensors[name].whole(tensor.full_tensor() if isinstance(tensor, DTensor) else tensor)
+        return tensors[name].whole(tensor.full_tensor() if isinstance(tensor, DTensor | Gathered) else tensor)
 
     dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
     with new_directory(Path(path), overwrite) as directory:

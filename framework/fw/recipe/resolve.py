@@ -39,7 +39,7 @@ from fw.kinds.precision import PrecisionPlugin
 from fw.kinds.schedule import SchedulePlugin
 from fw.kinds.sharding import REPLICATE, SHARD, TENSOR, ShardingPlugin, StepSpec
 from fw.recipe import batch, rules
-from fw.recipe.world import World, world_size
+from fw.recipe.world import World, current_world, world_size
 from fw.registry import Plugin
 
 SECTIONS: dict[str, type] = {"train": TrainSection, "launch": LaunchSection, "memory": MemorySection}
@@ -94,7 +94,15 @@ class Recipe:
             self.train.gradient_clip_norm,
             self.micro_batch_size,
             self.accumulation,
+            self.ranks_per_host,
+            device.type,
         )
+
+    @property
+    def ranks_per_host(self) -> int:
+        """As the launcher says, or will start them."""
+        world = current_world()
+        return world.local_size if world.launched else max(1, self.world_size // self.launch.nodes)
 
     @property
     def accumulation(self) -> int:

@@ -40,7 +40,7 @@ class BetweenSteps(Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Lightning has set its own handlers by now; take the signals over."""
         module = _module(pl_module)
-        self._model_flops_per_token = module.assembly.model.flops_per_token(self._recipe.train.sequence_length)
+        self._model_flops_per_token = module.assembly.flops_per_token
         module.stop.listen()
         give_back_freed_memory()  # preparing data has left gaps
         self._progress.start(module.start_step)

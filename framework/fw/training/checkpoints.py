@@ -89,7 +89,7 @@ def save(recipe: Recipe, module: TrainingModule) -> Path:
 
     snapshot = Snapshot(
         step=module.global_step,
-        weights=parts(model, {name: t.detach() for name, t in {**model.stored(), **dict(stepper.parameters())}.items()}),
+        weights=parts(model, {**{name: tensor.detach() for name, tensor in model.stored().items()}, **stepper.weights()}),
         optimizer=stepper.optimizer_tensors(),
         rng=rng_state(module.strategy.root_device),
         state={

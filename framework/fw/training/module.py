@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytorch_lightning as pl
@@ -12,6 +13,7 @@ from fw.assemble import Assembly, assemble
 from fw.kinds.checkpoint import Reader
 from fw.kinds.data import Corpus
 from fw.recipe import Recipe
+from fw.training import run_dir
 from fw.training.stop import StopRequest
 from fw.training.strategy import MeshStrategy
 
@@ -46,6 +48,8 @@ class TrainingModule(pl.LightningModule):
         self.samples_seen = checkpoint.state()["loader"]["samples_seen"] if checkpoint else 0
         self.last: StepOutcome | None = None
         self.val_loss: float | None = None
+        self.prepare: Callable[[], None] = lambda: None
+        """Called on each rank before it assembles, while the others wait: what one rank of a host does for all."""
         self._vocab_size = vocab_size
         self._checkpoint = checkpoint
         self._assembly: Assembly | None = None
@@ -69,12 +73,21 @@ class TrainingModule(pl.LightningModule):
         """Assemble, where the mesh exists."""
         if self._assembly is None:
             device = self.strategy.root_device
+            self.prepare()
+            self.strategy.barrier()
             self._assembly = assemble(self.recipe, self._vocab_size, self.strategy.mesh, device, self._checkpoint)
+            if self.global_rank == 0:
+                run_dir.write(self.recipe.run_dir, self._assembly.stepper.files())
             self.model = self._assembly.stepper.module  # Lightning switches it between training and evaluation
             if self._checkpoint is not None:
                 self._assembly.stepper.load_scalars(self._checkpoint.state()["scalars"])
                 restore_rng(self._checkpoint.rng(self.global_rank), device)
                 self._checkpoint = None
+
+    def close(self) -> None:
+        """The run is over, or has failed."""
+        if self._assembly is not None:
+            self._assembly.stepper.close()
 
     def configure_optimizers(self) -> None:
         """None: the stepper has its own."""

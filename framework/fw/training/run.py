@@ -76,6 +76,7 @@ def _launch(recipe: Recipe, files: Sequence[str], overrides: Sequence[str]) -> T
     device = _device(recipe, World(local_size=recipe.launch.devices))
     use_interface(recipe.launch, False, recipe.config.origin(("launch", "interface")), {})  # only checked: the ranks use it
     attempts = Attempts(recipe, check_input(recipe, device))
+    recipe.sharding.prepare(recipe.step_spec(device), _say)
     command = [sys.executable, "-m", "fw", "train", *files, *overrides]
     code = recipe.launcher.launch(command, recipe.launch, attempts.prepare)
     summary_file = recipe.run_dir / run_dir.SUMMARY
@@ -134,6 +135,8 @@ def _train_rank(recipe: Recipe, world: World) -> TrainResult:
 
     strategy = MeshStrategy(world, recipe.mesh_shape, device, recipe.launch.timeout)
     module = TrainingModule(recipe, corpus, vocab_size, checkpoint, stop)
+    if not outcome.launched_by_fw() and world.local_rank == 0:  # else the launching process has prepared this host
+        module.prepare = lambda: recipe.sharding.prepare(recipe.step_spec(device), _say)
     progress = Progress(recipe.train.max_steps, shown=world.is_first)
     compute = recipe.precision.policy().compute
     between = BetweenSteps(recipe, progress, peak_flops(device, compute) * world.size, save)
@@ -188,6 +191,7 @@ def _train_rank(recipe: Recipe, world: World) -> TrainResult:
             raise failure from error
         raise
     finally:
+        module.close()
         watch.rest()
         leave()
     return TrainResult(_leave_outcome(code), recipe.run_dir, summary)

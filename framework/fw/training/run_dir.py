@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from fw.config import to_yaml
@@ -54,3 +55,9 @@ def describe(recipe: Recipe, directory: Path) -> None:
     origins = {path: str(origin) for path, origin in recipe.origins().items()}
     (directory / "origins.json").write_text(json.dumps(origins, indent=1) + "\n")
     (directory / "plugins.json").write_text(json.dumps(recipe.plugin_versions(), indent=1) + "\n")
+
+
+def write(directory: Path, files: Mapping[str, str]) -> None:
+    """Put texts into the run directory, by name."""
+    for name, text in files.items():
+        (directory / name).write_text(text)

@@ -3,7 +3,7 @@ https://arxiv.org/abs/1701.06538; Fedus et al. 2021, https://arxiv.org/abs/2101.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -62,7 +62,9 @@ class MoE(nn.Module):
         return out_TD.view_as(x_BLD), logits_BLE
 
 
-def balance_loss(logits: Sequence[Tensor], top_k: int, counted_BL: Tensor | None) -> Tensor:
+def balance_loss(
+    logits: Sequence[Tensor], top_k: int, counted_BL: Tensor | None, over_ranks: Callable[[Tensor], Tensor] = lambda x: x
+) -> Tensor:
     """``E · Σ_e (share of tokens sent to e) · (mean probability of e)`` over the tokens of all blocks, a fp32 scalar.
 
     Equation 4 of Fedus et al. 2021, shares counted per choice, so that a balanced router has ``top_k``. As transformers computes it.
@@ -70,14 +72,14 @@ def balance_loss(logits: Sequence[Tensor], top_k: int, counted_BL: Tensor | None
     Args:
         logits: the routers' ``[B, L, E]``, one per block.
         counted_BL: bool; False for padding. None where every token counts.
+        over_ranks: adds up a tensor over the ranks that divide the sequences.
     """
     experts = logits[0].shape[-1]
     probabilities_NTE = torch.stack([block.flatten(0, 1) for block in logits]).float().softmax(-1)
     chosen_NTk = probabilities_NTE.topk(top_k, dim=-1).indices
     sent_NTE = torch.zeros_like(probabilities_NTE).scatter_(-1, chosen_NTk, 1.0)
-    if counted_BL is None:
-        return experts * (sent_NTE.mean((0, 1)) * probabilities_NTE.mean((0, 1))).sum()
-    counted_T1 = counted_BL.flatten()[:, None].float()
-    tokens = counted_T1.sum().clamp(min=1) * len(logits)
-    share_E, mean_E = ((value * counted_T1).sum((0, 1)) / tokens for value in (sent_NTE, probabilities_NTE))
-    return experts * (share_E * mean_E).sum()
+    counted_T1 = torch.ones_like(probabilities_NTE[0, :, :1]) if counted_BL is None else counted_BL.flatten()[:, None].float()
+    sums = torch.cat([(value * counted_T1).sum((0, 1)) for value in (sent_NTE, probabilities_NTE)] + [counted_T1.sum(0) * len(logits)])
+    sent_E, probability_E, tokens = over_ranks(sums).split((experts, experts, 1))
+    tokens = tokens.clamp(min=1)
+    return experts * (sent_E / tokens * (probability_E / tokens)).sum()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,11 +18,11 @@ from torch.distributed.tensor import DTensor
 
 from fw.checkpointing import commit
 from fw.checkpointing.stream import Digest, SafetensorsWriter, index, split
-from fw.checkpointing.tensor_files import TensorFiles, load_weights
+from fw.checkpointing.tensor_files import TensorFiles, weights_for
 from fw.config import parse_size
 from fw.errors import RunError, UserError
-from fw.kinds.checkpoint import CheckpointPlugin, Part, Reader, Snapshot
-from fw.kinds.model import CausalLM
+from fw.kinds.checkpoint import CheckpointPlugin, Gathered, Part, Reader, Snapshot
+from fw.kinds.model import CausalLM, Give
 
 STATE = "trainer.json"
 RNG = "rng.safetensors"
@@ -108,7 +108,7 @@ def _write_files(directory: Path, files: Mapping[str, list[str]], tensors: Mappi
     """Write this rank's files. Gathering is collective, so a rank whose disk fails goes on gathering and reports at the end."""
     digests: dict[str, Digest] = {}
     failure: OSError | None = None
-    gathered: tuple[Tensor | None, Tensor | None] = None, None
+    gathered: tuple[Tensor | Gathered | None, Tensor | None] = None, None
     for number, (file, names) in enumerate(files.items()):
         writer = None
         if number % ranks == rank and failure is None:
@@ -119,7 +119,7 @@ def _write_files(directory: Path, files: Mapping[str, list[str]], tensors: Mappi
         for name in names:
             part = tensors[name]
             if part.tensor is not gathered[0]:  # the experts of a stack come one after another and are gathered together
-                whole = part.tensor.full_tensor() if isinstance(part.tensor, DTensor) else part.tensor
+                whole = part.tensor.full_tensor() if isinstance(part.tensor, DTensor | Gathered) else part.tensor
                 gathered = part.tensor, whole
             if writer is not None and failure is None and gathered[1] is not None:
                 try:
@@ -148,25 +148,13 @@ class SafetensorsReader(Reader):
         """Compare every file with the manifest's digests."""
         commit.verify(self.path)
 
-    def weights(self, model: CausalLM) -> None:
-        """Fill the model; all of it and nothing else must be in the files."""
-        load_weights(TensorFiles(self.path), model)
+    def weights(self, model: CausalLM) -> Give:
+        """All of the model and nothing else must be in the files."""
+        return weights_for(TensorFiles(self.path), model)
 
-    def optimizer(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def optimizer(self, parameters: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Every tensor, placed like its parameter where it has that shape."""
-        found = TensorFiles(self.path, "optimizer")
-        tensors = {}
-        for path in found.where:
-            name = path.rpartition("/")[0]
-            if name not in parameters:
-                raise RunError(f"{self.path}: optimizer state of '{name}', which the model does not have")
-            parameter = parameters[name]
-            if found.shape(path) == tuple(parameter.shape):
-                tensors[path] = torch.empty_like(parameter, dtype=found.dtype(path), requires_grad=False)
-                found.fill(path, Part(tensors[path]))
-            else:
-                tensors[path] = found.whole(path).to(parameter.device)
-        return tensors
+        return _PlacedTensors(TensorFiles(self.path, "optimizer"), parameters)
 
     def state(self) -> dict[str, Any]:
         """The trainer's JSON."""
@@ -178,6 +166,32 @@ class SafetensorsReader(Reader):
         prefix = f"rank{rank}."
         with safe_open(self.path / RNG, framework="pt") as file:
             return {name[len(prefix) :]: file.get_tensor(name) for name in file.keys() if name.startswith(prefix)}  # noqa: SIM118
+
+
+class _PlacedTensors(Mapping[str, Tensor]):
+    """Tensors of a directory by ``<parameter>/<key>``, read when they are looked up."""
+
+    def __init__(self, files: TensorFiles, parameters: Mapping[str, Tensor]) -> None:
+        self._files, self._parameters = files, parameters
+        for path in files.where:
+            if (name := path.rpartition("/")[0]) not in parameters:
+                raise RunError(f"{files.directory}: optimizer state of '{name}', which the model does not have")
+
+    def __getitem__(self, path: str) -> Tensor:
+        if path not in self._files.where:
+            raise KeyError(path)
+        parameter = self._parameters[path.rpartition("/")[0]]
+        if self._files.shape(path) != tuple(parameter.shape):
+            return self._files.whole(path).to(parameter.device)
+        tensor = torch.empty_like(parameter, dtype=self._files.dtype(path), requires_grad=False)
+        self._files.fill(path, Part(tensor))
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._files.where)
+
+    def __len__(self) -> int:
+        return len(self._files.where)
 
 
 def _rank() -> tuple[int, int]:

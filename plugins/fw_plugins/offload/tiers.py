@@ -6,8 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from fw.config import parse_size
 from fw.errors import UserError
+from fw.kinds.model import CausalLM
 from fw.kinds.offload import OffloadPlugin, OffloadPolicy
+from fw_plugins.offload import activations
 
 
 @dataclass
@@ -22,10 +25,13 @@ class TiersConfig:
     """Gradients, once they are reduced over ranks."""
     activations: Literal["device", "cpu", "nvme"] = "device"
     """What forward keeps for backward: copied away in forward, back in backward. Frees it on the device at the price of two copies."""
+    activations_above: str = "64KiB"
+    """Activations below this stay on the device: too many copies for too few bytes."""
     path: str = ""
     """Directory on the disk for `nvme`; its free space is checked before the run starts to fill it."""
 
     def __post_init__(self) -> None:
+        parse_size(self.activations_above)
         on_disk = [name for name in ("optimizer", "params", "activations") if getattr(self, name) == "nvme"]
         if on_disk and not self.path:
             raise UserError(f"offload.{on_disk[0]}: nvme needs offload.path, a directory on the disk")
@@ -45,3 +51,8 @@ class Tiers(OffloadPlugin):
         c = self.config
         path = Path(c.path) if c.path else None
         return OffloadPolicy(c.optimizer, c.params, c.gradients, c.activations, path)
+
+    def attach(self, model: CausalLM) -> None:
+        """Hooks on what autograd saves inside the blocks."""
+        if self.config.activations != "device":
+            activations.attach(model, self.policy(), parse_size(self.config.activations_above))

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -45,6 +46,27 @@ class _Wait(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         return grad
+
+
+def all_reduce(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    """The sum over ranks, on all of them; so is the gradient."""
+    summed: Tensor = _AllReduce.apply(x, mesh)
+    return summed
+
+
+class _AllReduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mesh: DeviceMesh) -> Tensor:
+        ctx.mesh = mesh
+        summed = x.clone()
+        dist.all_reduce(summed, group=mesh.get_group())
+        return summed
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        summed = grad.clone()
+        dist.all_reduce(summed, group=ctx.mesh.get_group())
+        return summed, None
 
 
 def exchange(x: Tensor, mesh: DeviceMesh) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -19,6 +20,7 @@ from fw.kinds.sharding import REPLICATE, ShardingPlugin, Stepper, StepSpec
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import GradBucket
 
+from fw_plugins.sharding import offloaded
 from fw_plugins.sharding.torch_stepper import TorchStepper
 
 
@@ -49,6 +51,10 @@ class DDP(ShardingPlugin):
     def mesh_shape(self, world_size: int) -> dict[str, int]:
         """All ranks are replicas."""
         return {REPLICATE: world_size}
+
+    def check(self, model: CausalLM, mesh_shape: Mapping[str, int], spec: StepSpec, sequence_length: int) -> None:
+        """Tiers of offload."""
+        offloaded.check(spec, model, parts=1, gathers=False)
 
     def shard(self, model: CausalLM, mesh: DeviceMesh | None, spec: StepSpec) -> None:
         """Nothing to divide; the wrapper comes with the step."""
@@ -81,8 +87,9 @@ class _DDPStepper(TorchStepper):
         return self._wrapped
 
     def micro_batch(self, last: bool) -> AbstractContextManager[object]:
-        # A static graph is learnt in the first backward, which torch does not allow to be without synchronisation.
-        return nullcontext() if last or self._static_graph else self._wrapped.no_sync()
+        # A static graph is learnt in the first backward, which torch does not allow to be without synchronisation. Gradients that leave
+        # for the host must be reduced before.
+        return nullcontext() if last or self._static_graph or self._gradients_on_host else self._wrapped.no_sync()
 
 
 def _reduce_in(dtype: torch.dtype, bucket: GradBucket) -> torch.futures.Future[Tensor]:

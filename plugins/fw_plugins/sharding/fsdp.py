@@ -7,16 +7,18 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Literal
 
+import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from fw.errors import UserError
 from fw.kinds.attention import AttentionPlugin
-from fw.kinds.model import CausalLM
+from fw.kinds.model import CausalLM, Give
 from fw.kinds.sharding import CONTEXT, REPLICATE, SHARD, TENSOR, ShardingPlugin, Stepper, StepSpec
-from fw_plugins.sharding import context_parallel, tensor_parallel
+from fw_plugins.sharding import context_parallel, offloaded, tensor_parallel
 from fw_plugins.sharding.torch_stepper import TorchStepper
 
 
@@ -30,7 +32,10 @@ class FSDPConfig:
     """Ranks that divide parameters, gradients and optimizer state, and see different samples: each keeps 1/(shard · context · tensor)
     of the parameters. Empty for what the others leave of the world."""
     context: int = 1
-    """Ranks that divide each sequence, and the parameters too: activations per rank shrink in proportion; attention exchanges heads."""
+    """Ranks that divide each sequence, and the parameters too: activations per rank shrink in proportion."""
+    context_method: Literal["heads", "ring"] = "heads"
+    """How attention then sees all of a sequence. `heads`: ranks exchange heads for positions; any attention plugin, windows and documents;
+    `context` must divide the heads of a rank. `ring`: keys and values pass round; causal attention only, any number of ranks."""
     tensor: int = 1
     """Ranks that divide each layer, by heads and features, and what is between layers by the sequence: activations, logits and gathered
     parameters shrink in proportion. Communicates in every layer: for ranks of one host."""
@@ -54,13 +59,15 @@ class FSDPConfig:
 
 
 class FSDP(ShardingPlugin):
-    """Fully sharded data parallel (torch FSDP2): each rank keeps 1/N of parameters, gradients and optimizer state. Copies of it (HSDP),
-    tensor and context parallelism compose with it on one device mesh."""
+    """Fully sharded data parallel (torch FSDP2): each rank keeps 1/N of parameters, gradients and optimizer state.
+
+    Copies of that (HSDP), tensor and context parallelism compose with it on one device mesh.
+    """
 
     api = 1
     Config = FSDPConfig
     config: FSDPConfig
-    _exchange: context_parallel.ExchangedHeads | None = None
+    _attention: context_parallel.DividedSequences | None = None
     _parameter_mesh: DeviceMesh | None = None
 
     def mesh_shape(self, world_size: int) -> dict[str, int]:
@@ -94,35 +101,45 @@ class FSDP(ShardingPlugin):
         return [", ".join(f"{k}: {v}" for k, v in zip(asked, mesh, strict=True) if v > 1) or "shard: 1" for mesh in meshes[:4]]
 
     def check(self, model: CausalLM, mesh_shape: Mapping[str, int], spec: StepSpec, sequence_length: int) -> None:
-        """Sizes that tensor and context parallelism divide."""
+        """Sizes that tensor and context parallelism divide; tiers of offload."""
+        parts = math.prod(size for name, size in mesh_shape.items() if name != REPLICATE)
+        offloaded.check(spec, model, parts, gathers=True)
         tensor, context = mesh_shape.get(TENSOR, 1), mesh_shape.get(CONTEXT, 1)
-        if sequence_length % context:
-            raise UserError(f"train.sequence_length: {sequence_length} does not divide over sharding.context: {context}")
+        chunks = 2 * context if self._ring and context > 1 else context
+        if sequence_length % chunks:
+            what = f"context: {context}" + (", which cuts it into twice as many chunks for a ring" if self._ring else "")
+            raise UserError(f"train.sequence_length: {sequence_length} does not divide over sharding.{what}")
         if tensor > 1:
             tensor_parallel.check(model, tensor, sequence_length // context)
         if context > 1:
             plan = model.tensor_plan()
             heads = plan.sizes.get("attention heads", context) if plan else context
-            context_parallel.check(model, context, heads // tensor)
+            context_parallel.check(model, context, heads // tensor, self._ring)
 
     def attention(self, attention: AttentionPlugin, mesh: DeviceMesh | None) -> AttentionPlugin:
-        """Heads are exchanged where sequences are divided."""
+        """One that brings divided sequences together."""
         if (context := _dimension(mesh, CONTEXT)) is None:
             return attention
-        self._exchange = context_parallel.ExchangedHeads(attention, context)
-        return self._exchange
+        made = context_parallel.PassedKeys if self._ring else context_parallel.ExchangedHeads
+        self._attention = made(attention, context)
+        return self._attention
+
+    @property
+    def _ring(self) -> bool:
+        return self.config.context_method == "ring"
 
     def local_batch(self, batch: dict[str, Tensor], mesh: DeviceMesh | None) -> dict[str, Tensor]:
         """Some positions, where sequences are divided."""
         context = _dimension(mesh, CONTEXT)
-        return batch if context is None else context_parallel.local_batch(batch, context)
+        return batch if context is None else context_parallel.local_batch(batch, context, self._ring)
 
     def parallelize(self, model: CausalLM, mesh: DeviceMesh | None) -> None:
         """By the model's plan."""
         assert mesh is not None
         self._parameter_mesh = _parameter_mesh(mesh)
-        if self._exchange is not None:
-            model.register_forward_pre_hook(self._exchange.knows_positions, with_kwargs=True)
+        if self._attention is not None:
+            model.register_forward_pre_hook(self._attention.knows_positions, with_kwargs=True)
+            model.over_ranks = self._attention.over_ranks
         if (tensor := _dimension(self._parameter_mesh, TENSOR)) is not None:
             plan = model.tensor_plan()
             assert plan is not None, "check comes first"
@@ -138,9 +155,12 @@ class FSDP(ShardingPlugin):
         if policy.compute != policy.parameters or policy.reduce != policy.parameters:
             dtypes = MixedPrecisionPolicy(param_dtype=policy.compute, reduce_dtype=policy.reduce)
         reshard = self.config.reshard_after_forward
+        # Parameters on the host take gradients and the step with them. On the CPU they are there already.
+        tier = CPUOffloadPolicy(pin_memory=True) if _on_host(spec) else OffloadPolicy()
         for block in model.blocks:
-            fully_shard(block, mesh=data, mp_policy=dtypes, reshard_after_forward=reshard)
-        fully_shard(model, mesh=data, mp_policy=dtypes, reshard_after_forward=reshard)
+            fully_shard(block, mesh=data, mp_policy=dtypes, offload_policy=tier, reshard_after_forward=reshard)
+        # Backward begins where forward ended: giving the head back in between would only gather it twice.
+        fully_shard(model, mesh=data, mp_policy=dtypes, offload_policy=tier, reshard_after_forward=False)
         self._prefetch([block for block in model.blocks if isinstance(block, FSDPModule)])
 
     def _prefetch(self, blocks: list[FSDPModule]) -> None:
@@ -151,20 +171,30 @@ class FSDP(ShardingPlugin):
             if behind > 1:  # one is what FSDP does by itself
                 block.set_modules_to_backward_prefetch(blocks[max(0, number - behind) : number][::-1])
 
+    def start(self, model: CausalLM, mesh: DeviceMesh | None, spec: StepSpec, device: torch.device, give: Give) -> Stepper:
+        """Parameters that are offloaded get their storage on the host; buffers are where the model computes."""
+        if not _on_host(spec):
+            return super().start(model, mesh, spec, device, give)
+        model.materialise(torch.device("cpu"))
+        give(model.stored())
+        for module in model.modules():
+            module._buffers.update({name: b.to(device) for name, b in module._buffers.items() if b is not None})
+        return self.stepper(model, mesh, spec)
+
     def stepper(self, model: CausalLM, mesh: DeviceMesh | None, spec: StepSpec) -> Stepper:
         """The plain step over sharded gradients."""
         assert mesh is not None
         tensor = _size(mesh, TENSOR)
-        return _FSDPStepper(model, spec, mesh.size() // tensor, tensor, self._exchange)
+        return _FSDPStepper(model, spec, mesh.size() // tensor, tensor, self._attention)
 
 
 class _FSDPStepper(TorchStepper):
     def __init__(
-        self, model: CausalLM, spec: StepSpec, replicas: int, tensor: int, exchange: context_parallel.ExchangedHeads | None
+        self, model: CausalLM, spec: StepSpec, replicas: int, tensor: int, attention: context_parallel.DividedSequences | None
     ) -> None:
         super().__init__(model, spec, replicas)
         self.length_multiple = tensor
-        self._exchange = exchange
+        self._attention = attention
 
     def forward_context(self) -> AbstractContextManager[object]:
         # The mixed-precision policy casts each block's parameters as it gathers them.
@@ -176,7 +206,11 @@ class _FSDPStepper(TorchStepper):
             yield
 
     def whole_sequences(self) -> AbstractContextManager[object]:
-        return self._exchange.whole_sequences() if self._exchange else nullcontext()
+        return self._attention.whole_sequences() if self._attention else nullcontext()
+
+
+def _on_host(spec: StepSpec) -> bool:
+    return spec.offload.params == "cpu" and spec.device_type == "cuda"
 
 
 def _parameter_mesh(mesh: DeviceMesh) -> DeviceMesh:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from torch.distributed.device_mesh import DeviceMesh
 
 from fw.errors import UserError
 from fw.kinds.model import CausalLM
 from fw.kinds.sharding import ShardingPlugin, Stepper, StepSpec
+from fw_plugins.sharding import offloaded
 from fw_plugins.sharding.torch_stepper import TorchStepper
 
 
@@ -20,6 +23,10 @@ class SingleRank(ShardingPlugin):
         if world_size != 1:
             raise UserError(f"sharding 'single' runs on one rank, not {world_size}; choose sharding=ddp or sharding=fsdp")
         return {}
+
+    def check(self, model: CausalLM, mesh_shape: Mapping[str, int], spec: StepSpec, sequence_length: int) -> None:
+        """Tiers of offload."""
+        offloaded.check(spec, model, parts=1, gathers=False)
 
     def shard(self, model: CausalLM, mesh: DeviceMesh | None, spec: StepSpec) -> None:
         """Nothing to divide."""

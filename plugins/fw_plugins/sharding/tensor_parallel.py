@@ -210,6 +210,8 @@ def _with_divided_logits(forward: Callable[..., Tensor], vocabulary: int, mesh: 
             return as_divided(forward(*args, **kwargs)).full_tensor()
 
         def read(x_BLD: Tensor, head: Head, auxiliary: Tensor | None) -> Tensor:
+            if auxiliary is not None:  # added to a DTensor, it would get a DTensor for a gradient
+                auxiliary = DTensor.from_local(auxiliary, mesh, [Replicate()], run_check=False)
             with divided_logits:
                 out = readout(x_BLD, divided(head), auxiliary)
             return out.full_tensor().clone() if isinstance(out, DTensor) else out  # FSDP warns of views

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -12,11 +12,24 @@ from torch.distributed.tensor import DTensor
 
 from fw.errors import RunError
 from fw.kinds.model import CausalLM
+from fw.kinds.offload import OffloadPolicy
+from fw.kinds.optimizer import OptimizerSpec
 from fw.kinds.precision import LossScaling
 from fw.kinds.sharding import Stepper, StepResult, StepSpec
 from fw_plugins.sharding.norm import global_norm
+from fw_plugins.sharding.offloaded import OffloadedOptimizer
 
 _LEAST_SCALE = 2.0**-20
+
+
+def parameter_groups(named: Iterable[tuple[str, nn.Parameter]], undecayed: Collection[str], weight_decay: float) -> list[dict[str, Any]]:
+    """What an optimizer takes: the parameters that decay and those that do not; no empty group, nothing frozen."""
+    trained = [(name, p) for name, p in named if p.requires_grad]
+    groups = [
+        {"params": [p for name, p in trained if name not in undecayed], "weight_decay": weight_decay},
+        {"params": [p for name, p in trained if name in undecayed], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
 
 
 class LossScale:
@@ -42,6 +55,30 @@ class LossScale:
             self.value, self.good_steps = self.value * 2, 0
 
 
+class WholeOptimizer:
+    """One torch optimizer over all parameters, where they are."""
+
+    def __init__(self, groups: list[dict[str, Any]], spec: OptimizerSpec, policy: OffloadPolicy) -> None:
+        self._optimizer = spec.cls(groups, lr=spec.lr, **spec.arguments)
+
+    def set_lr(self, lr: float) -> None:
+        """For the next step."""
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+
+    def step(self, grads: Mapping[nn.Parameter, Tensor]) -> None:
+        """Update by the parameters' ``.grad``, of which ``grads`` are this rank's parts."""
+        self._optimizer.step()
+
+    def state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+        """Tensors by key."""
+        return {key: value for key, value in self._optimizer.state.get(parameter, {}).items() if isinstance(value, Tensor)}
+
+    def load(self, parameter: nn.Parameter, key: str, value: Tensor) -> None:
+        """Take back what :meth:`state` gave."""
+        self._optimizer.state[parameter][key] = value
+
+
 class TorchStepper(Stepper):
     """Autograd, one torch optimizer, clipping by the global norm. ``replicas`` ranks average their gradients, so losses are scaled up."""
 
@@ -53,13 +90,12 @@ class TorchStepper(Stepper):
         self._scale = LossScale(spec.precision.loss_scaling)
         self._lr = spec.optimizer.lr
         self._device = next(model.parameters()).device
-        undecayed = model.undecayed()
-        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        groups = [
-            {"params": [p for name, p in named if name not in undecayed], "weight_decay": spec.optimizer.weight_decay},
-            {"params": [p for name, p in named if name in undecayed], "weight_decay": 0.0},
-        ]
-        self._optimizer = spec.optimizer.cls([g for g in groups if g["params"]], lr=self._lr, **spec.optimizer.arguments)
+        groups = parameter_groups(model.named_parameters(), model.undecayed(), spec.optimizer.weight_decay)
+        make = WholeOptimizer if spec.offload.optimizer == "device" else OffloadedOptimizer
+        self._optimizer = make(groups, spec.optimizer, spec.offload)
+        self._trained = [p for group in groups for p in group["params"]]
+        self._gradients_on_host = spec.offload.gradients == "cpu"
+        self._stashed: dict[nn.Parameter, Tensor] = {}
 
     @property
     def module(self) -> nn.Module:
@@ -82,38 +118,51 @@ class TorchStepper(Stepper):
         return nullcontext()
 
     def backward(self, loss: Tensor) -> None:
-        """Accumulate into ``.grad``."""
+        """Accumulate into ``.grad``, or on the host."""
         (loss * (self._scale.value * self._replicas)).backward()
+        if self._gradients_on_host:
+            self._stash()
+
+    def _stash(self) -> None:
+        for parameter, grad in self._gradients().items():
+            if parameter in self._stashed:
+                self._stashed[parameter] += grad.to("cpu")
+            else:
+                self._stashed[parameter] = torch.empty_like(grad, device="cpu", pin_memory=grad.is_cuda).copy_(grad)
+            parameter.grad = None
+
+    def _gradients(self) -> dict[nn.Parameter, Tensor]:
+        """This rank's parts."""
+        return {p: p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in self._trained if p.grad is not None}
 
     def step(self, lr_factor: float) -> StepResult:
         """Norm, clip, update, drop the gradients."""
-        grads = [p.grad for group in self._optimizer.param_groups for p in group["params"] if p.grad is not None]
+        grads = self._stashed if self._gradients_on_host else self._gradients()
         norm = global_norm(grads) / self._scale.value
         if self._scale.scaling is not None:
             finite = bool(norm.isfinite())  # one synchronisation with the device, which scaling cannot do without
             unscale = 1 / self._scale.value
             self._scale.update(finite)
             if not finite:
-                self._optimizer.zero_grad()
+                self._drop_gradients()
                 return StepResult(norm, skipped=True)
-            self._multiply(grads, self._clip_factor(norm) * unscale)
+            torch._foreach_mul_(list(grads.values()), (self._clip_factor(norm) * unscale).to(torch.float32))
         elif self._clip_norm:
-            self._multiply(grads, self._clip_factor(norm))
-        for group in self._optimizer.param_groups:
-            group["lr"] = self._lr * lr_factor
-        self._optimizer.step()
-        self._optimizer.zero_grad()
+            torch._foreach_mul_(list(grads.values()), self._clip_factor(norm).to(torch.float32))
+        self._optimizer.set_lr(self._lr * lr_factor)
+        self._optimizer.step(grads)
+        self._drop_gradients()
         return StepResult(norm)
+
+    def _drop_gradients(self) -> None:
+        for parameter in self._trained:
+            parameter.grad = None
+        self._stashed = {}
 
     def _clip_factor(self, norm: Tensor) -> Tensor:
         if not self._clip_norm:
             return torch.ones_like(norm)
         return (self._clip_norm / (norm + 1e-6)).clamp(max=1.0)
-
-    @staticmethod
-    def _multiply(grads: list[Tensor], factor: Tensor) -> None:
-        local = [g.to_local() if isinstance(g, DTensor) else g for g in grads]
-        torch._foreach_mul_(local, factor.to(torch.float32))
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The model's own names."""
@@ -124,16 +173,16 @@ class TorchStepper(Stepper):
         return {
             f"{name}/{key}": value
             for name, parameter in self.parameters()
-            for key, value in self._optimizer.state.get(parameter, {}).items()
-            if isinstance(value, Tensor)
+            if parameter.requires_grad
+            for key, value in self._optimizer.state(parameter).items()
         }
 
-    def load_optimizer_tensors(self, tensors: dict[str, Tensor]) -> None:
+    def load_optimizer_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         """Put them where the optimizer looks for them."""
         parameters = dict(self.parameters())
         for path, tensor in tensors.items():
             name, _, key = path.rpartition("/")
-            self._optimizer.state[parameters[name]][key] = tensor
+            self._optimizer.load(parameters[name], key, tensor)
 
     def scalars(self) -> dict[str, Any]:
         """The loss scale, where there is one."""

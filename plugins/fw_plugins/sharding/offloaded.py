@@ -1,0 +1,152 @@
+"""Optimizer state on the host or on disk, and the step computed there, one parameter at a time."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from fw.errors import RunError, UserError
+from fw.kinds.model import CausalLM
+from fw.kinds.offload import OffloadPolicy
+from fw.kinds.optimizer import OptimizerSpec
+from fw.kinds.sharding import StepSpec
+from fw_plugins.sharding.space import check_space
+
+
+class OffloadedOptimizer:
+    """A torch optimizer per parameter, over this rank's part of it in host memory.
+
+    State shaped like a parameter lives in host memory (page-locked where parameters are on a GPU), or in memory mapped from files under
+    ``policy.path``, which the kernel writes out: after a parameter's turn its pages are given back, so that host memory holds the state of
+    one parameter at a time. Files have no name and vanish with the process. Where parameters are on a GPU the host keeps a copy of them.
+    """
+
+    def __init__(self, groups: Sequence[Mapping[str, Any]], spec: OptimizerSpec, policy: OffloadPolicy) -> None:
+        self._path = policy.path if policy.optimizer == "nvme" else None
+        self._each: dict[nn.Parameter, tuple[Tensor, torch.optim.Optimizer]] = {}
+        self._mapped: dict[Tensor, list[mmap.mmap]] = {}
+        for group in groups:
+            for parameter in group["params"]:
+                host = _on_host(parameter)
+                options = {key: value for key, value in group.items() if key != "params"}
+                self._each[parameter] = host, spec.cls([{"params": [host], **options}], lr=spec.lr, **spec.arguments)
+
+    def set_lr(self, lr: float) -> None:
+        """For the next step."""
+        for _, optimizer in self._each.values():
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+
+    def step(self, grads: Mapping[nn.Parameter, Tensor]) -> None:
+        """Update parameters by this rank's part of their gradients, wherever that is."""
+        for parameter, grad in grads.items():
+            host, optimizer = self._each[parameter]
+            host.grad = grad.to(host.device, host.dtype)
+            optimizer.step()
+            host.grad = None
+            self._settle(host, optimizer)
+            if parameter.device != host.device:
+                _local(parameter.detach()).copy_(host.detach(), non_blocking=True)
+
+    def _settle(self, host: Tensor, optimizer: torch.optim.Optimizer) -> None:
+        """State that the first step has made goes to its tier; pages that are on disk leave memory."""
+        if self._path is None:
+            return
+        if host not in self._mapped:
+            self._mapped[host] = []
+            state = optimizer.state[host]
+            for key, value in state.items():
+                if isinstance(value, Tensor) and value.shape == host.shape and value.numel():
+                    state[key], memory = _to_disk(value, self._path)
+                    self._mapped[host].append(memory)
+        for memory in self._mapped[host]:
+            memory.flush()
+            memory.madvise(mmap.MADV_DONTNEED)
+
+    def state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+        """Tensors by key; those shaped like the parameter are placed like it."""
+        host, optimizer = self._each[parameter]
+        return {key: _placed_like(parameter, value) for key, value in optimizer.state[host].items() if isinstance(value, Tensor)}
+
+    def load(self, parameter: nn.Parameter, key: str, value: Tensor) -> None:
+        """Take back what :meth:`state` gave."""
+        host, optimizer = self._each[parameter]
+        local = _local(value)
+        optimizer.state[host][key] = local.to(host.device) if local.shape == host.shape else value
+        self._mapped.pop(host, None)
+
+
+def check(spec: StepSpec, model: CausalLM, parts: int, gathers: bool) -> None:
+    """Refuse tiers that the torch optimizers here have no way to, and a disk that does not hold what is to go there.
+
+    Args:
+        model: on the meta device.
+        parts: how many ranks divide its parameters.
+        gathers: whether parameters are gathered block by block.
+
+    Raises:
+        UserError: with what would work.
+    """
+    policy = spec.offload
+    if policy.params == "nvme" or (policy.params == "cpu" and not gathers):
+        does = "zero with stage 3" if policy.params == "nvme" else "fsdp, or zero with stage 3"
+        raise UserError(f"offload.params: {policy.params} needs sharding that brings parameters block by block from there: {does}")
+    if policy.params == "cpu" and (policy.optimizer == "device" or policy.gradients == "device"):
+        raise UserError(
+            "offload.params: fsdp keeps gradients and optimizer state beside them; set offload.gradients and offload.optimizer to cpu"
+        )
+    if policy.gradients == "cpu" and policy.optimizer == "device":
+        raise UserError("offload.gradients: cpu needs a step computed there; set offload.optimizer: cpu or nvme")
+    if policy.path is not None:
+        elements = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        state = _state_bytes(spec.optimizer, spec.precision.parameters) if policy.optimizer == "nvme" else 0
+        check_space(policy.path, -(-elements // parts) * state, spec.ranks_per_host)
+
+
+def _state_bytes(spec: OptimizerSpec, dtype: torch.dtype) -> int:
+    """Bytes of state per element of a parameter, found by stepping a small one."""
+    small = nn.Parameter(torch.zeros(3, 5, dtype=dtype))
+    small.grad = torch.zeros_like(small)
+    optimizer = spec.cls([small], lr=0.0, **spec.arguments)
+    optimizer.step()
+    return sum(v.element_size() for v in optimizer.state[small].values() if isinstance(v, Tensor) and v.shape == small.shape)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _on_host(parameter: nn.Parameter) -> Tensor:
+    """This rank's part itself where it is in host memory, else a page-locked copy."""
+    local = _local(parameter.detach())
+    if local.device.type != "cpu":
+        local = torch.empty(local.shape, dtype=local.dtype, pin_memory=True).copy_(local)
+    return local.requires_grad_()
+
+
+def _placed_like(parameter: nn.Parameter, value: Tensor) -> Tensor:
+    local = _local(parameter)
+    if not isinstance(parameter, DTensor) or value.shape != local.shape:
+        return value
+    mesh, placements = parameter.device_mesh, parameter.placements
+    return DTensor.from_local(value, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride())
+
+
+def _to_disk(value: Tensor, directory: Path) -> tuple[Tensor, mmap.mmap]:
+    """A copy in memory mapped from a file without a name, whose space is reserved."""
+    try:
+        with tempfile.TemporaryFile(dir=directory) as file:
+            os.posix_fallocate(file.fileno(), 0, value.nbytes)
+            memory = mmap.mmap(file.fileno(), value.nbytes)
+    except OSError as error:
+        raise RunError(f"offload.path: {directory}: {error.strerror}; the optimizer's state does not fit") from None
+    mapped = torch.frombuffer(memory, dtype=value.dtype).view(value.shape)
+    return mapped.copy_(value), memory

@@ -1,0 +1,47 @@
+"""DeepSpeed itself: imported when the plugin is used, told where it runs, and kept from writing to the console."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import logging
+import os
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+
+def deepspeed(device_type: str) -> Any:
+    """The package, set to compute on ``device_type``.
+
+    On the CPU it has to be told so, or it takes a GPU it finds. It prints while it is imported, and warns of what fw has decided.
+    """
+    os.environ.setdefault("LOCAL_RANK", "0")
+    if device_type == "cpu":
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    find_ninja()
+    with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        package = importlib.import_module("deepspeed")
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    # torch 2.13 has renamed the collectives that DeepSpeed calls.
+    warnings.filterwarnings("ignore", message=r"`torch\.distributed\..*` is deprecated", category=FutureWarning)
+    warnings.filterwarnings("ignore", module=r"deepspeed\.")
+    return package
+
+
+def join(package: Any) -> None:
+    """Let DeepSpeed use the process group that exists. Without one that it knows, it takes each rank for the only one."""
+    package.init_distributed(dist_backend=dist.get_backend(), dist_init_required=False, verbose=False)
+
+
+def find_ninja() -> None:
+    """The ninja that pip has installed may not be on the path of a Python that was called by its own."""
+    if shutil.which("ninja") is None:
+        with contextlib.suppress(ImportError):
+            path = Path(importlib.import_module("ninja").BIN_DIR)
+            os.environ["PATH"] = f"{path}{os.pathsep}{os.environ.get('PATH', '')}"

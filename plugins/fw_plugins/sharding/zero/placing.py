@@ -1,0 +1,41 @@
+"""A model from the meta device into DeepSpeed's hands: never more than one whole parameter at a time in stage 3."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from fw.kinds.model import CausalLM
+
+
+def partition(model: CausalLM, package: Any, config: dict[str, Any], device: torch.device) -> None:
+    """Replace each parameter by one of which this rank keeps its part, and give buffers their values.
+
+    The parameters' own values come later, into the master weights; what is partitioned here is storage without values.
+
+    Args:
+        model: on the meta device, in the compute dtype.
+        package: deepspeed.
+        config: its JSON.
+    """
+    dtype = next(model.parameters()).dtype
+    engine = package.zero.Init(config_dict_or_path=config, dtype=dtype)
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in list(module._parameters.items()):
+            if parameter is None:
+                continue
+            if id(parameter) not in made:
+                made[id(parameter)] = _partitioned(parameter, engine, device)
+            module._parameters[name] = made[id(parameter)]
+    model.materialise(device)  # of parameters only their empty shells are left; buffers
+
+
+def _partitioned(parameter: nn.Parameter, engine: Any, device: torch.device) -> nn.Parameter:
+    whole: Any = nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype, device=device), parameter.requires_grad)
+    engine._convert_to_deepspeed_param(whole)
+    whole.partition()
+    partitioned: nn.Parameter = whole
+    return partitioned

@@ -1,0 +1,80 @@
+"""What DeepSpeed cannot do, said before any rank starts."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import fields
+
+import torch
+
+from fw.errors import UserError
+from fw.kinds.model import CausalLM
+from fw.kinds.sharding import StepSpec
+from fw_plugins.sharding.zero import disk
+from fw_plugins.sharding.zero.config import AIO, OPTIMIZER_BUFFERS, PARAM_BUFFERS, ZERO_PLUS_PLUS, ZeroConfig
+
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+
+
+def check(config: ZeroConfig, spec: StepSpec, model: CausalLM, ranks: int) -> None:
+    """Refuse the first thing that would not work.
+
+    Raises:
+        UserError: what it is, why, and what works.
+    """
+    _precision(spec)
+    _offload(config, spec)
+    _options(config, spec)
+    frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
+    if frozen:
+        raise UserError(f"zero trains all parameters, and '{frozen[0]}' is frozen; use sharding=fsdp")
+    if config.zero_hpz_partition_size is not None and ranks % config.zero_hpz_partition_size:
+        raise UserError(f"sharding.zero_hpz_partition_size: {config.zero_hpz_partition_size} does not divide {ranks} ranks")
+    if spec.offload.params == "nvme" and config.param_buffer_size is not None:
+        least = math.ceil(max(p.numel() for p in model.parameters()) / ranks)
+        if config.param_buffer_size < least:
+            raise UserError(f"sharding.param_buffer_size: {config.param_buffer_size} is less than a rank's largest part, {least} elements")
+    if "nvme" in (spec.offload.optimizer, spec.offload.params):
+        disk.check_space(spec, sum(p.numel() for p in model.parameters()), ranks)
+
+
+def _precision(spec: StepSpec) -> None:
+    policy = spec.precision
+    if (policy.parameters, policy.compute) not in ((FP32, FP32), (FP32, BF16), (FP32, FP16), (BF16, BF16)):
+        raise UserError("zero knows the precisions fp32, bf16, bf16_true and fp16 only; use one of these, or sharding=fsdp")
+    if policy.parameters == BF16 and spec.offload.optimizer != "device":
+        raise UserError("zero keeps fp32 weights for an optimizer that is offloaded; use precision=bf16, or offload.optimizer=device")
+    scaling = policy.loss_scaling
+    if scaling is not None and (scaling.initial_scale < 1 or not math.log2(scaling.initial_scale).is_integer()):
+        raise UserError(f"precision.initial_scale: zero begins with a power of 2 from 1 on, and {scaling.initial_scale} is none")
+    if policy.compute == FP16 and spec.device_type == "cpu" and not torch.ops.mkldnn._is_mkldnn_fp16_supported():
+        raise UserError("zero computes in float16 only on processors that do so themselves, and this one does not; use precision=bf16")
+
+
+def _offload(config: ZeroConfig, spec: StepSpec) -> None:
+    offload = spec.offload
+    if offload.params != "device" and config.stage < 3:
+        raise UserError(
+            f"offload.params: {offload.params} needs sharding.stage=3; in stage {config.stage} every rank computes with all parameters"
+        )
+    if offload.optimizer == "nvme" and config.stage < 3:
+        raise UserError(f"offload.optimizer: DeepSpeed puts it on nvme in stage 3 only, not in {config.stage}; use cpu, or stage 3")
+    if offload.gradients != "device" and offload.optimizer == "device":
+        raise UserError("offload.gradients: DeepSpeed keeps gradients where the optimizer is; set offload.optimizer=cpu as well")
+
+
+def _options(config: ZeroConfig, spec: StepSpec) -> None:
+    if spec.device_type != "cuda":
+        for name in ZERO_PLUS_PLUS:
+            if getattr(config, name) not in (None, False, 1):
+                raise UserError(f"sharding.{name}: ZeRO++ needs GPUs; leave it out")
+    on_disk = {"optimizer": spec.offload.optimizer == "nvme", "params": spec.offload.params == "nvme"}
+    used = {
+        **dict.fromkeys(PARAM_BUFFERS, on_disk["params"]),
+        **dict.fromkeys(OPTIMIZER_BUFFERS, on_disk["optimizer"]),
+        **dict.fromkeys(AIO, any(on_disk.values())),
+    }
+    for field in fields(config):
+        if getattr(config, field.name) is not None and not used.get(field.name, True):
+            which = {**dict.fromkeys(PARAM_BUFFERS, ".params"), **dict.fromkeys(OPTIMIZER_BUFFERS, ".optimizer")}.get(field.name, "")
+            raise UserError(f"sharding.{field.name}: offload{which} is not on nvme, so there is nothing it could do; leave it out")

@@ -1,0 +1,191 @@
+"""The step by DeepSpeed's engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fw.errors import RunError
+from fw.kinds.checkpoint import Gathered
+from fw.kinds.model import Give
+from fw.kinds.sharding import Stepper, StepResult, StepSpec
+from fw_plugins.sharding.zero import disk
+from fw_plugins.sharding.zero.fragments import Flats
+
+
+class ZeroStepper(Stepper):
+    """DeepSpeed's engine behind the contract: it averages over ranks and would divide by micro-batches, which both are undone.
+
+    Args:
+        engine: as ``deepspeed.initialize`` returned it, without values.
+        named: the model's parameters, in its order.
+        shapes: of the whole parameters.
+        files: for the run directory.
+        nvme: this rank's own directory, removed at the end; None where nothing is on a disk.
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        named: Sequence[tuple[str, nn.Parameter]],
+        shapes: dict[str, torch.Size],
+        spec: StepSpec,
+        files: Mapping[str, str],
+        nvme: Path | None,
+    ) -> None:
+        self._engine = engine
+        self._named = list(named)
+        self._spec = spec
+        self._files = files
+        self._nvme = nvme
+        self._ranks = dist.get_world_size()
+        self._scaling = spec.precision.loss_scaling
+        self._flats = Flats(engine, self._named, shapes)
+        if self._scaling is not None:
+            engine.optimizer.loss_scaler.raise_error_at_min_scale = False  # it is said here
+
+    @property
+    def module(self) -> nn.Module:
+        """The engine, which gathers what forward needs."""
+        engine: nn.Module = self._engine
+        return engine
+
+    @property
+    def lr(self) -> float:
+        """The specification's."""
+        return self._spec.optimizer.lr
+
+    def forward_context(self) -> AbstractContextManager[object]:
+        """Nothing: parameters are in the compute dtype."""
+        return nullcontext()
+
+    @contextmanager
+    def micro_batch(self, last: bool) -> Iterator[None]:
+        """DeepSpeed is told whether to step after it."""
+        self._engine.set_gradient_accumulation_boundary(last)
+        yield
+
+    def backward(self, loss: Tensor) -> None:
+        """Backward and reduction."""
+        self._engine.backward(loss * self._ranks, scale_wrt_gas=False)
+
+    def step(self, lr_factor: float) -> StepResult:
+        """Norm, clip, update, gather."""
+        for group in self._engine.basic_optimizer.param_groups:
+            group["lr"] = self.lr * lr_factor
+        scale = self._engine.optimizer.loss_scale if self._scaling is not None else 0.0
+        self._engine.step()
+        skipped = self._scaling is not None and not self._engine.was_step_applied()
+        if skipped and scale == 1:
+            raise RunError("the gradient is not finite at a loss scale of 1 either: the loss itself diverges; lower optimizer.lr")
+        norm = torch.as_tensor(self._engine.get_global_grad_norm(), dtype=torch.float64, device=self._engine.device).detach()
+        # DeepSpeed says -1 of a norm that is not finite.
+        return StepResult(torch.where(norm < 0, torch.full_like(norm, torch.nan), norm), skipped)
+
+    def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The model's own names; in stage 3 parameters are empty but while they are in use."""
+        return iter(self._named)
+
+    def fill(self, give: Give) -> None:
+        """Give the master weights their values, and forward what it sees of them. Collective."""
+        flats = self._flats
+        for group, fragments in enumerate(flats.fragments):
+            with flats.opened(group, written=True) as (flat, _):
+                flat.data.zero_()  # what pads the last rank's part
+                for fragment in fragments:
+                    whole = torch.empty(flats.shapes[fragment.name], dtype=flats.dtype, device=flats.device)
+                    give({fragment.name: whole})
+                    fragment.within(flat.data).copy_(fragment.of(whole))
+        flats.publish()
+
+    def weights(self) -> dict[str, Tensor | Gathered]:
+        """The master weights, put together one after another."""
+        return {name: _Whole(self._flats, name, None) for name, _ in self._named}
+
+    def placements(self) -> dict[str, Tensor]:
+        """Whole tensors on the host, of which pieces are taken; no storage."""
+        return {name: torch.empty(()).expand(shape) for name, shape in self._flats.shapes.items()}
+
+    def optimizer_tensors(self) -> dict[str, Tensor | Gathered]:
+        """State shaped like the parameters is put together when it is written; single numbers are each parameter's."""
+        shaped, numbers = self._flats.state_keys()
+        found: dict[str, Tensor | Gathered] = {}
+        for name, _ in self._named:
+            found |= {f"{name}/{key}": torch.tensor(self._flats.number(key)) for key in numbers}
+            found |= {f"{name}/{key}": _Whole(self._flats, name, key) for key in shaped}
+        return found
+
+    def load_optimizer_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take this rank's pieces of each tensor, one whole tensor at a time."""
+        flats = self._flats
+        keys = list(dict.fromkeys(path.rpartition("/")[2] for path in tensors))
+        numbers = {key: value for key in keys if (value := self._number(tensors, key)) is not None}
+        for group, fragments in enumerate(flats.fragments):
+            with flats.opened(group, written=True) as (flat, state):
+                state.update({key: self._as_state(value, flat, group) for key, value in numbers.items()})
+                for key in (key for key in keys if key not in numbers):
+                    state[key] = torch.zeros_like(flat, requires_grad=False)
+                    for fragment in fragments:
+                        if (path := f"{fragment.name}/{key}") in tensors:
+                            fragment.within(state[key]).copy_(fragment.of(tensors[path]))
+        flats.publish()
+
+    def _number(self, tensors: Mapping[str, Tensor], key: str) -> float | None:
+        """The value of a state that is a single number; None where it is shaped like the parameters."""
+        name, shape = next((n, s) for n, s in self._flats.shapes.items() if f"{n}/{key}" in tensors)
+        tensor = tensors[f"{name}/{key}"]
+        return float(tensor) if tensor.shape != shape and tensor.numel() == 1 else None
+
+    def _as_state(self, value: float, flat: Tensor, group: int) -> Any:
+        """As the optimizer keeps it itself: torch a tensor, DeepSpeed's own a number."""
+        base = self._engine.basic_optimizer
+        if not type(base).__module__.startswith("torch."):
+            return int(value)
+        options = base.defaults
+        on_device = options.get("fused") or options.get("capturable")
+        return torch.tensor(value, device=flat.device if on_device else "cpu")
+
+    def scalars(self) -> dict[str, Any]:
+        """The loss scale, where there is one."""
+        if self._scaling is None:
+            return {}
+        scaler = self._engine.optimizer.loss_scaler
+        return {"loss_scale": scaler.cur_scale, "good_steps": (scaler.cur_iter - scaler.last_overflow_iter - 1) % scaler.scale_window}
+
+    def load_scalars(self, scalars: dict[str, Any]) -> None:
+        """Take the loss scale back."""
+        if self._scaling is not None and "loss_scale" in scalars:
+            scaler = self._engine.optimizer.loss_scaler
+            scaler.cur_scale = scalars["loss_scale"]
+            scaler.cur_iter, scaler.last_overflow_iter = scalars["good_steps"], -1
+
+    def files(self) -> Mapping[str, str]:
+        """DeepSpeed's configuration, as it was given."""
+        return self._files
+
+    def close(self) -> None:
+        """Remove what is on the disk."""
+        if self._nvme is not None:
+            disk.remove(self._nvme)
+
+
+class _Whole(Gathered):
+    """A parameter's master weight, or of its optimizer state ``key``, out of the ranks' pieces."""
+
+    def __init__(self, flats: Flats, name: str, key: str | None) -> None:
+        self.shape, self.dtype = flats.shapes[name], flats.dtype
+        self._flats, self._name, self._key = flats, name, key
+
+    def full_tensor(self) -> Tensor:
+        """Each element is some rank's; the others add zero."""
+        whole = torch.zeros(self.shape, dtype=self.dtype, device=self._flats.device)
+        if (piece := self._flats.piece(self._name, self._key)) is not None:
+            self._flats.where[self._name][1].of(whole).copy_(piece)
+        dist.all_reduce(whole)
+        return whole

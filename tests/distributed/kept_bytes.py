@@ -1,0 +1,70 @@
+"""A rank that prints what it keeps between two steps: parameters, gradients and optimizer state, by the allocator's own count.
+
+torchrun --nproc-per-node N kept_bytes.py CONFIG [OVERRIDE ...]
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import sys
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from fw.assemble import Assembly, assemble
+from fw.config import load
+from fw.recipe import current_world, resolve
+from fw.training.strategy import leave
+
+
+class Mallinfo2(ctypes.Structure):
+    """Of glibc, malloc.h."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
+    ]
+
+
+def in_use() -> int:
+    """Bytes malloc has given out and not got back, those in mappings of their own included."""
+    libc = ctypes.CDLL(None)
+    libc.mallinfo2.restype = Mallinfo2
+    found = libc.mallinfo2()
+    return found.uordblks + found.hblkhd
+
+
+def two_steps(overrides: list[str]) -> Assembly:
+    """The second step is not finished, so that its gradients are there."""
+    recipe = resolve(load(sys.argv[1], overrides), current_world())
+    mesh = init_device_mesh("cpu", tuple(recipe.mesh_shape.values()), mesh_dim_names=tuple(recipe.mesh_shape))
+    length = recipe.train.sequence_length
+    ids = torch.arange(length)[None] % 250
+    made = assemble(recipe, 258, mesh, torch.device("cpu"))
+    made.model.train()
+    batch = recipe.sharding.local_batch({"input_ids": ids, "labels": ids}, mesh)
+    for step in range(2):
+        with made.stepper.micro_batch(True), made.stepper.forward_context():
+            made.stepper.backward(recipe.objective.loss_sum(made.stepper.module, batch) / length)
+        if step == 0:
+            made.stepper.step(1.0)
+    dist.barrier()
+    gc.collect()
+    return made
+
+
+LARGE = [
+    "model.hidden_size=512",
+    "model.num_hidden_layers=6",
+    "model.intermediate_size=1376",
+    "model.num_attention_heads=8",
+    "model.num_key_value_heads=8",
+]
+dist.init_process_group("gloo")
+small = two_steps(sys.argv[2:])  # whatever the first use of anything loads and keeps
+before = in_use()
+large = two_steps([*sys.argv[2:], *LARGE])
+print("kept", in_use() - before, flush=True)
+leave()
