@@ -15,7 +15,7 @@ import ctypes
 import os
 import signal
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from fw.errors import UserError
@@ -30,30 +30,27 @@ class FaultyConfig(CausalLMObjective.Config):
     """kill, raise, user, lock or sleep."""
     rank: int = 1
     """On which rank."""
-    step: int = 3
-    """In which step of the process, from 1."""
-    times: int = 1000
-    """How many attempts fail."""
+    steps: list[int] = field(default_factory=lambda: [3] * 9)
+    """In which step of the process, from 1: one for each attempt that fails."""
 
 
 class Faulty(CausalLMObjective):
     """The usual loss, and a fault."""
 
     Config = FaultyConfig
-    steps = 0
+    step = 0
 
     def count(self, batch):
-        self.steps += 1
+        self.step += 1
         return super().count(batch)
 
     def loss_sum(self, model, batch):
         config = self.config
-        if self.steps == config.step and int(os.environ["RANK"]) == config.rank:
-            failed = Path("failed")
-            before = failed.read_text() if failed.exists() else ""
-            if len(before) < config.times:
-                failed.write_text(before + "x")
-                fail(config.how)
+        failed = Path("failed")
+        before = failed.read_text() if failed.exists() else ""
+        if config.steps[len(before) :][:1] == [self.step] and int(os.environ.get("RANK", "0")) == config.rank:
+            failed.write_text(before + "x")
+            fail(config.how)
         return super().loss_sum(model, batch)
 
 

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import os
+import pty
 import re
+import shutil
+import signal
+import socket
+import subprocess
 from pathlib import Path
 
 import pytest
 
-from conftest import column, fw
+from conftest import column, environment, fw, start
 from distributed.faulty import installed
+from fw.cli import main
 
 TWO = ("sharding=ddp", "launch.devices=2", "train.save_every=4", "train.max_steps=10")
 
@@ -19,31 +25,29 @@ def faulty(workspace, tmp_path_factory):
     """Runs `fw train` with a fault, on two ranks."""
     env = installed(tmp_path_factory.mktemp("site"))
 
-    def run(how: str, *words: str, **options: int):
+    def run(how: str, *words: str, **options: object):
         fault = [f"objective.{key}={value}" for key, value in {"how": how, **options}.items()]
         return fw("train", "tiny.yaml", "objective=faulty", *fault, *TWO, *words, env=env)
 
     return run
 
 
-@pytest.fixture
-def straight(workspace):
-    fw("train", "tiny.yaml", *TWO, "train.run_dir=straight").ok()
-    return column("straight", "loss")
-
-
-@pytest.mark.parametrize(("step", "saved"), [(6, "run/checkpoints/step-00000004"), (3, "the beginning")])
-def test_a_killed_rank_is_restarted_and_the_run_ends_with_the_same_losses(faulty, straight, step, saved):
+def test_a_killed_rank_is_restarted_and_the_run_ends_with_the_same_losses(faulty):
+    main(["train", "tiny.yaml", "train.max_steps=10", "train.run_dir=straight"])
     Path("run").mkdir()
     Path("run/metrics.csv").write_text("of an earlier run\n")
-    done = faulty("kill", "launch.max_restarts=2", "logger=[csv,tensorboard]", step=step, times=1).ok()
-    first = next(line for line in done.err.splitlines() if "rank" in line and "fw: " in line)
-    assert first.startswith("fw: warning: rank 1 was killed by SIGKILL") and "run/logs/attempt-0/rank-1.log" in first
-    assert re.search(rf"starting the ranks again from \S*{saved}: attempt 2 of 3", done.err) or saved == "the beginning"
-    assert f"{saved}: attempt 2 of 3" in done.err
-    assert column("run", "step") == list(range(1, 11)) and column("run", "loss") == straight
+    # Once before there is a checkpoint, and once, in the sixth step after that start, when rows go beyond the last one.
+    done = faulty("kill", "launch.max_restarts=2", "logger=[csv,tensorboard]", "objective.steps=[3,6]").ok()
+    told = [line for line in done.err.splitlines() if line.startswith("fw: ") and "data:" not in line]
+    assert told[0] == "fw: run held an earlier run, which is now run.1"
+    for attempt, start_of_next in enumerate(("the beginning", "checkpoints/step-00000004")):
+        failed, again = told[1 + 2 * attempt : 3 + 2 * attempt]
+        assert failed.startswith("fw: warning: rank 1 was killed by SIGKILL") and f"run/logs/attempt-{attempt}/rank-1.log" in failed
+        assert again.endswith(f"{start_of_next}: attempt {attempt + 2} of 3"), again
+    assert column("run", "step") == list(range(1, 11))
+    assert column("run", "loss") == pytest.approx(column("straight", "loss"), rel=1e-5)
     assert Path("run.1/metrics.csv").read_text() == "of an earlier run\n" and not Path("run.2").exists()
-    assert {p.parent.name for p in Path("run/logs").glob("*/rank-*.log")} == {"attempt-0", "attempt-1"}
+    assert {p.parent.name for p in Path("run/logs").glob("*/rank-*.log")} == {"attempt-0", "attempt-1", "attempt-2"}
 
 
 def test_the_first_failure_is_told_before_those_it_caused_and_all_logs_are_kept(faulty):
@@ -69,7 +73,7 @@ def test_wrong_input_is_not_restarted(faulty):
 
 def test_a_rank_that_hangs_is_named_with_its_stack(faulty):
     # In a C call that holds the GIL: no Python code of that rank runs any more.
-    done = faulty("sleep", "launch.timeout=4", "launch.max_restarts=1", times=1).ok()
+    done = faulty("sleep", "launch.timeout=4", "launch.max_restarts=1", steps="[3]").ok()
     lines = done.err.splitlines()
     start = lines.index("stack of rank 1, innermost frame first:")
     assert re.fullmatch(r'  File ".*faulty_objective.py", line \d+ in fail', lines[start + 1])
@@ -82,14 +86,42 @@ def test_a_rank_that_hangs_is_named_with_its_stack(faulty):
 
 def test_a_rank_alone_on_its_host_ends_itself_when_it_hangs(faulty):
     # One rank: no other notices. It is restarted, finishes, and what it wrote is kept.
-    done = faulty("lock", "launch.timeout=2", "launch.max_restarts=1", "launch.devices=1", "sharding=single", rank=0, times=1).ok()
+    done = faulty("lock", "launch.timeout=2", "launch.max_restarts=1", "launch.devices=1", "sharding=single", rank=0, steps="[3]").ok()
     assert "fw: warning: rank 0 hangs in " in done.err and "stack of rank 0" in done.err
     assert column("run", "step") == list(range(1, 11))
 
 
-def test_rank_0_keeps_its_terminal_and_its_log(workspace):
-    import pty
+def test_a_stop_before_training_begins_is_no_failure(workspace):
+    process = start("train", "tiny.yaml", *TWO, "train.max_steps=100000", "launch.max_restarts=2", stderr=subprocess.PIPE)
+    while not list(Path("run/logs").glob("attempt-0/rank-1.log")):
+        assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 75 and "again" not in err, err
 
+
+def test_ranks_that_would_begin_at_different_steps_refuse(workspace, tmp_path):
+    fw("train", "tiny.yaml", "train.save_every=2", "train.max_steps=2").ok()
+    other = tmp_path / "other"
+    other.mkdir()
+    for name in ("corpus.txt", "tiny.yaml"):
+        shutil.copy(name, other / name)
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = str(probe.getsockname()[1])
+    shared = {**environment(), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost"}
+    processes = [
+        start(
+            "train", "tiny.yaml", *TWO, "resume=auto", cwd=place, stderr=subprocess.PIPE, env={**shared, "MASTER_PORT": port, "RANK": rank}
+        )
+        for rank, place in (("0", tmp_path), ("1", other))
+    ]
+    for process in processes:
+        _, err = process.communicate(timeout=120)
+        assert process.returncode == 1 and "ranks begin at steps 0 and 2; train.run_dir must be on a file system" in err
+
+
+def test_rank_0_keeps_its_terminal_and_its_log(workspace):
     ours, theirs = pty.openpty()
     process_words = ("train", "tiny.yaml", *TWO)
     done = fw_on_terminal(process_words, theirs)
@@ -102,8 +134,6 @@ def test_rank_0_keeps_its_terminal_and_its_log(workspace):
 
 
 def fw_on_terminal(words: tuple[str, ...], terminal: int) -> int:
-    from conftest import start
-
     return start(*words, stdout=terminal, stderr=terminal).wait(timeout=120)
 
 

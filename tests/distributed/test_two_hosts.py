@@ -11,6 +11,7 @@ import pytest
 
 from conftest import REPOSITORY, column, fw, start
 from distributed.faulty import installed
+from fw.cli import main
 
 SAME = ("sharding=ddp", "train.save_every=4", "train.max_steps=10")
 
@@ -22,7 +23,7 @@ def free_port() -> int:
 
 
 def test_a_rank_killed_on_one_host_restarts_both(workspace, tmp_path_factory):
-    fault = ("objective={name: faulty, how: kill, rank: 1, step: 6, times: 1}", "launch.max_restarts=1")
+    fault = ("objective={name: faulty, how: kill, rank: 1, steps: [6]}", "launch.max_restarts=1")
     hosts = ("launch.nodes=2", f"launch.rendezvous=localhost:{free_port()}")
     env = installed(tmp_path_factory.mktemp("site"))
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "env": env}
@@ -32,8 +33,8 @@ def test_a_rank_killed_on_one_host_restarts_both(workspace, tmp_path_factory):
     both = "\n".join(told)
     assert "rank 1 was killed by SIGKILL" in both and both.count("attempt 2 of 2") == 1
     assert {p.name for p in Path("run/logs").glob("*/*.log")} == {"rank-0.log", "rank-1.log"}
-    fw("train", "tiny.yaml", *SAME, "launch.devices=2", "train.run_dir=one").ok()
-    assert column("run", "step") == list(range(1, 11)) and column("run", "loss") == column("one", "loss")
+    main(["train", "tiny.yaml", "train.max_steps=10", "train.run_dir=one"])
+    assert column("run", "step") == list(range(1, 11)) and column("run", "loss") == pytest.approx(column("one", "loss"), rel=1e-5)
 
 
 def test_a_host_that_waits_in_vain_says_so(workspace):

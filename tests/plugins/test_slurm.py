@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 import subprocess
 from pathlib import Path
 
@@ -105,9 +106,12 @@ def test_without_sbatch_it_says_so(workspace, capsys, monkeypatch):
 
 def test_train_refuses_to_start_ranks_for_slurm_but_is_a_rank_under_srun(workspace):
     assert main(["train", "tiny.yaml", *TWO, "launcher=slurm"]) == 2
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = probe.getsockname()[1]
     under_srun = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NODELIST": "localhost"}
     ranks = [
-        start("train", "tiny.yaml", *TWO, "launcher=slurm", "launch.port=0", env={**os.environ, **under_srun, **own})
+        start("train", "tiny.yaml", *TWO, "launcher=slurm", f"launch.port={port}", env={**os.environ, **under_srun, **own})
         for own in ({"SLURM_PROCID": str(n), "SLURM_LOCALID": str(n), "SLURM_JOB_ID": str(os.getpid())} for n in range(2))
     ]
     assert [rank.wait(timeout=120) for rank in ranks] == [0, 0]

@@ -16,7 +16,8 @@ OUTCOME_DIR = "FW_OUTCOME_DIR"
 LAUNCHER_PID = "FW_LAUNCHER_PID"
 """Environment variable: the launcher's process; while it lives, it tells the errors of its ranks."""
 RESUME_FROM = "FW_RESUME_FROM"
-"""Environment variable: the checkpoint from which a restarted attempt goes on, whatever the config says."""
+"""Environment variable: the checkpoint from which an attempt goes on, empty for the beginning; the same for all ranks, whatever each
+would find itself."""
 
 
 @dataclass(frozen=True)

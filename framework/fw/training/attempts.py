@@ -37,13 +37,13 @@ class Attempts:
         if attempt == 0:
             run_dir.make(directory, continues=run_dir.continues(directory, self._start))
             self._older = self._found()
-        environment = {LOG_DIR: str(_new_log_dir(directory))}
-        if attempt == 0:
-            return environment
-        checkpoint = self._newest()
-        where = f"from {checkpoint}" if checkpoint else f"from {self._start.path}" if self._start else "from the beginning"
-        print(f"fw: starting the ranks again {where}: attempt {attempt + 1} of {self._recipe.launch.max_restarts + 1}", file=sys.stderr)
-        return {**environment, RESUME_FROM: str(checkpoint)} if checkpoint else environment
+        checkpoint = self._newest() if attempt else None
+        if checkpoint is None and self._start is not None:
+            checkpoint = self._start.path.absolute()
+        if attempt:
+            where = f"from {checkpoint or 'the beginning'}: attempt {attempt + 1} of {self._recipe.launch.max_restarts + 1}"
+            print(f"fw: starting the ranks again {where}", file=sys.stderr)
+        return {LOG_DIR: str(_new_log_dir(directory)), RESUME_FROM: str(checkpoint or "")}
 
     def _newest(self) -> Path | None:
         """The newest whole checkpoint that this run has written, verified; those of before it are another future's."""

@@ -27,7 +27,7 @@ def find(recipe: Recipe, corpus: Corpus) -> Reader | None:
     Raises:
         UserError: it is no checkpoint, it is damaged, or going on from it would not be what it looks like.
     """
-    resume = os.environ.get(RESUME_FROM) or recipe.resume
+    resume = os.environ.get(RESUME_FROM, recipe.resume) if launched_by_fw() else recipe.resume
     if not resume:
         return None
     plugin = recipe.checkpoint

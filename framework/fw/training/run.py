@@ -37,6 +37,7 @@ from fw.training.host_allocator import keep_freed_memory
 from fw.training.module import TrainingModule
 from fw.training.order import RankedBatches, StepOrder, loader
 from fw.training.progress import Progress
+from fw.training.same_start import SameStart
 from fw.training.same_tokenizer import foreign
 from fw.training.stop import StopRequest
 from fw.training.strategy import MeshStrategy, leave
@@ -146,7 +147,7 @@ def _train_rank(recipe: Recipe, world: World) -> TrainResult:
         num_nodes=max(1, world.size // world.local_size),
         strategy=strategy,
         logger=loggers or False,
-        callbacks=[between, HangWatch(watch)],
+        callbacks=[between, HangWatch(watch), SameStart(start_step)],
         max_steps=recipe.train.max_steps,
         max_epochs=-1,
         val_check_interval=recipe.train.val_every or None,

@@ -118,12 +118,12 @@ class RankAgent(LocalElasticAgent):
             self._failed(self.fates, self._remaining_restarts > 0)
         return result
 
-    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
+    def _shutdown(self, *how: Any, **more: Any) -> None:
         """End ranks that are left: of a run whose other hosts have gone, or that goes on with new ones."""
         pids = {worker.global_rank: int(worker.id) for worker in self._worker_group.workers if worker.id is not None}
         if any(_exit_code(pid) is None for pid in pids.values()):
             self._judge(pids)
-        super()._shutdown(death_sig, timeout)
+        super()._shutdown(*how, **more)
 
     def _judge(self, pids: dict[int, int]) -> None:
         """Wait a little for ranks that are about to fail too, have the rest write their stacks, end them, and say who is to blame."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -116,6 +117,15 @@ class _Call(Generic[T]):
         return self._value  # type: ignore[return-value]
 
 
+def _wait_for_name(host: str, deadline: float) -> None:
+    """In Kubernetes a pod's name is known only once the pod is; anywhere else a name that is unknown stays so."""
+    while "KUBERNETES_SERVICE_HOST" in os.environ and time.monotonic() < deadline:
+        with suppress(RunError):
+            network.resolve(host)
+            return
+        time.sleep(1)
+
+
 def join(launch: LaunchSection) -> BoundedRendezvous:
     """Reach the store of the run, on the host that keeps it or from another; retried until the time to join is over.
 
@@ -127,8 +137,10 @@ def join(launch: LaunchSection) -> BoundedRendezvous:
     store_seconds = min(_STORE_SECONDS, launch.timeout)
     settings: dict[str, Any] = {"join_timeout": launch.join_timeout, "read_timeout": store_seconds}
     address, keeps_store = "localhost", None
+    deadline = time.monotonic() + launch.join_timeout
     if launch.nodes > 1:
         known = network.addresses()
+        _wait_for_name(launch.rendezvous_host, deadline)
         if launch.interface:
             network.check_interface(launch.interface, known, "launch")
             address = (known[launch.interface] or [""])[0]
@@ -137,7 +149,6 @@ def join(launch: LaunchSection) -> BoundedRendezvous:
         keeps_store = network.is_here(launch.rendezvous_host, known)
     host = f"[{launch.rendezvous_host}]" if ":" in launch.rendezvous_host else launch.rendezvous_host
     endpoint = f"{host}:{launch.rendezvous_port}"
-    deadline = time.monotonic() + launch.join_timeout
     while True:
         try:
             more = settings if keeps_store is None else {**settings, "is_host": keeps_store}
