@@ -66,7 +66,8 @@ class Zero(ShardingPlugin):
             else:
                 model.materialise(device)
             groups = parameter_groups(model.named_parameters(), undecayed, spec.optimizer.weight_decay)
-            made, *_ = package.initialize(model=model, optimizer=_optimizer(spec, groups), config=config, dist_init_required=False)
+            with engine.silent():
+                made, *_ = package.initialize(model=model, optimizer=_optimizer(spec, groups), config=config, dist_init_required=False)
             stepper = ZeroStepper(made, list(model.named_parameters()), shapes, spec, {FILE: text}, nvme)
             stepper.fill(give)
             give({name: tensor for name, tensor in model.stored().items() if name not in shapes})
