@@ -82,7 +82,8 @@ def needed(spec: StepSpec) -> list[str]:
     """Which of DeepSpeed's operators the step uses."""
     offload = spec.offload
     adam = offload.optimizer != "device" and _is_adamw(spec)
-    return ["cpu_adam"] * adam + ["async_io"] * ("nvme" in (offload.optimizer, offload.params))
+    files = "nvme" in (offload.optimizer, offload.params)
+    return [*(["cpu_adam"] if adam else []), *(["pin_memory", "async_io"] if files else [])]
 
 
 def _optimizer(spec: StepSpec, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
