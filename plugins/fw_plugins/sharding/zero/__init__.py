@@ -66,7 +66,8 @@ class Zero(ShardingPlugin):
             else:
                 model.materialise(device)
             groups = parameter_groups(model.named_parameters(), undecayed, spec.optimizer.weight_decay)
-            made, *_ = package.initialize(model=model, optimizer=_optimizer(spec, groups), config=config, dist_init_required=False)
+            with engine.silent():
+                made, *_ = package.initialize(model=model, optimizer=_optimizer(spec, groups), config=config, dist_init_required=False)
             stepper = ZeroStepper(made, list(model.named_parameters()), shapes, spec, {FILE: text}, nvme)
             stepper.fill(give)
             give({name: tensor for name, tensor in model.stored().items() if name not in shapes})
@@ -81,7 +82,8 @@ def needed(spec: StepSpec) -> list[str]:
     """Which of DeepSpeed's operators the step uses."""
     offload = spec.offload
     adam = offload.optimizer != "device" and _is_adamw(spec)
-    return ["cpu_adam"] * adam + ["async_io"] * ("nvme" in (offload.optimizer, offload.params))
+    files = "nvme" in (offload.optimizer, offload.params)
+    return [*(["cpu_adam"] if adam else []), *(["pin_memory", "async_io"] if files else [])]
 
 
 def _optimizer(spec: StepSpec, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:

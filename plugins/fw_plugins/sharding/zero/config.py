@@ -64,7 +64,7 @@ class ZeroConfig:
 
     stage: int = 2
     """1 divides optimizer state (and the fp32 weights of bf16 and fp16 runs) over ranks; 2 gradients too; 3 parameters too, which are
-    gathered module by module. Of 16 bytes per parameter (bf16, AdamW) a rank keeps 4 + 12/N, 2 + 14/N, 16/N."""
+    gathered module by module. Bytes that a rank of N keeps per parameter from step to step, AdamW in bf16: 6 + 12/N, 2 + 12/N, 18/N."""
     contiguous_gradients: bool | None = None
     """Copy gradients into one buffer of reduce_bucket_size elements as they come (default): no fragmentation, for that buffer's bytes."""
     reduce_scatter: bool | None = None

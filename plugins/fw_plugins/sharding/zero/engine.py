@@ -24,7 +24,7 @@ def deepspeed(device_type: str) -> Any:
     if device_type == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     find_ninja()
-    with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
+    with silent(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         package = importlib.import_module("deepspeed")
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
@@ -36,7 +36,14 @@ def deepspeed(device_type: str) -> Any:
 
 def join(package: Any) -> None:
     """Let DeepSpeed use the process group that exists. Without one that it knows, it takes each rank for the only one."""
+    # It would compile collectives in shared memory, in silence, that only its inference uses.
+    package.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     package.init_distributed(dist_backend=dist.get_backend(), dist_init_required=False, verbose=False)
+
+
+def silent() -> contextlib.AbstractContextManager[object]:
+    """Around what prints its progress."""
+    return contextlib.redirect_stdout(io.StringIO())
 
 
 def find_ninja() -> None:

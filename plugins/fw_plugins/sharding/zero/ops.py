@@ -55,9 +55,9 @@ def build_directory(name: str) -> Path:
 
 
 def _versions() -> str:
-    """What a build depends on."""
-    packages = " ".join(f"{name} {importlib.metadata.version(name)}" for name in ("torch", "deepspeed"))
-    return f"{packages} python {sys.version_info.major}.{sys.version_info.minor}\n"
+    """What a build depends on. Another environment has other paths, and ninja would build anew: in every rank, in silence."""
+    packages = [f"{name} {importlib.metadata.version(name)}" for name in ("torch", "deepspeed")]
+    return "\n".join([*packages, sys.version, sys.prefix, ""])
 
 
 @contextmanager
@@ -82,7 +82,7 @@ def _check_host(name: str) -> None:
         subprocess.run([compiler, "--version"], capture_output=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         raise UserError(f"offload: DeepSpeed's {name} has to be compiled, and {compiler} is not here; install it (Debian: g++)") from None
-    if name == "async_io":
+    if name in ("pin_memory", "async_io"):
         with tempfile.TemporaryDirectory() as scratch:
             flags = [*os.environ.get("CFLAGS", "").split(), *os.environ.get("LDFLAGS", "").split()]
             command = [compiler, "-x", "c++", "-", *flags, "-laio", "-o", f"{scratch}/out"]

@@ -66,7 +66,8 @@ def _offload(config: ZeroConfig, spec: StepSpec) -> None:
 def _options(config: ZeroConfig, spec: StepSpec) -> None:
     if spec.device_type != "cuda":
         for name in ZERO_PLUS_PLUS:
-            if getattr(config, name) not in (None, False, 1):
+            value = getattr(config, name)
+            if value is True or (value is not None and value > 1):
                 raise UserError(f"sharding.{name}: ZeRO++ needs GPUs; leave it out")
     on_disk = {"optimizer": spec.offload.optimizer == "nvme", "params": spec.offload.params == "nvme"}
     used = {

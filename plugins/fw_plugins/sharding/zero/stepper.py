@@ -128,13 +128,15 @@ class ZeroStepper(Stepper):
         numbers = {key: value for key in keys if (value := self._number(tensors, key)) is not None}
         for group, fragments in enumerate(flats.fragments):
             with flats.opened(group, written=True) as (flat, state):
-                state.update({key: self._as_state(value, flat, group) for key, value in numbers.items()})
+                state.update({key: self._as_state(value, flat) for key, value in numbers.items()})
                 for key in (key for key in keys if key not in numbers):
                     state[key] = torch.zeros_like(flat, requires_grad=False)
                     for fragment in fragments:
                         if (path := f"{fragment.name}/{key}") in tensors:
                             fragment.within(state[key]).copy_(fragment.of(tensors[path]))
         flats.publish()
+        if "step" in numbers and _is_deepspeeds(self._engine.basic_optimizer):
+            _replay(self._engine.basic_optimizer, int(numbers["step"]))
 
     def _number(self, tensors: Mapping[str, Tensor], key: str) -> float | None:
         """The value of a state that is a single number; None where it is shaped like the parameters."""
@@ -142,13 +144,12 @@ class ZeroStepper(Stepper):
         tensor = tensors[f"{name}/{key}"]
         return float(tensor) if tensor.shape != shape and tensor.numel() == 1 else None
 
-    def _as_state(self, value: float, flat: Tensor, group: int) -> Any:
+    def _as_state(self, value: float, flat: Tensor) -> Any:
         """As the optimizer keeps it itself: torch a tensor, DeepSpeed's own a number."""
         base = self._engine.basic_optimizer
-        if not type(base).__module__.startswith("torch."):
+        if _is_deepspeeds(base):
             return int(value)
-        options = base.defaults
-        on_device = options.get("fused") or options.get("capturable")
+        on_device = base.defaults.get("fused") or base.defaults.get("capturable")
         return torch.tensor(value, device=flat.device if on_device else "cpu")
 
     def scalars(self) -> dict[str, Any]:
@@ -173,6 +174,19 @@ class ZeroStepper(Stepper):
         """Remove what is on the disk."""
         if self._nvme is not None:
             disk.remove(self._nvme)
+
+
+def _is_deepspeeds(optimizer: torch.optim.Optimizer) -> bool:
+    return type(optimizer).__module__.startswith("deepspeed.")
+
+
+def _replay(adam: Any, steps: int) -> None:
+    """Bring DeepSpeed's AdamW to where its powers of the betas were: it multiplies them up step by step, beyond what its state tells, and a
+    power taken anew differs in the last bit. A tensor of one element takes the steps."""
+    group = adam.param_groups[0]
+    tensors = [torch.zeros(1) for _ in range(4)]
+    for step in range(1, steps + 1):
+        adam.ds_opt_adam.adam_update(adam.opt_id, step, 0.0, *group["betas"], group["eps"], 0.0, group["bias_correction"], *tensors)
 
 
 class _Whole(Gathered):
