@@ -10,7 +10,11 @@ import pytest
 
 from conftest import environment
 
-SHARDINGS = {"fsdp": ["sharding=fsdp"]}
+SHARDINGS = {
+    "fsdp": ["sharding=fsdp"],
+    # Nothing is kept whole for being small, and no bucket beside the gradients.
+    "zero 3": ["sharding={name: zero, stage: 3, stage3_param_persistence_threshold: 0, reduce_bucket_size: 1}"],
+}
 
 
 def kept(ranks: int, overrides: list[str]) -> list[int]:

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import pytest
 import yaml
 
 from conftest import TINY, column, corpus_text, environment
+from distributed.operators import HAS_COMPILER, has_libaio
 
 pytest.importorskip("deepspeed")
 
 HERE = Path(__file__).parent
-HAS_COMPILER = shutil.which("g++") is not None
 CELLS = {
     "zero1": ("sharding.stage=1",),
     "zero2": ("sharding.stage=2",),
@@ -27,16 +25,6 @@ CELLS = {
 }
 TOLERANCE = {"fp32": 1e-5, "bf16": 2e-2}
 NEEDS_COMPILER = pytest.mark.skipif(not HAS_COMPILER, reason="DeepSpeed's operators need g++")
-
-
-def has_libaio() -> bool:
-    """Whether async_io can be compiled and has been, or may be."""
-    if not HAS_COMPILER:
-        return False
-    with tempfile.TemporaryDirectory() as scratch:
-        command = ["g++", "-x", "c++", "-", "-laio", "-o", f"{scratch}/out"]
-        program = "#include <libaio.h>\nint main() { return 0; }\n"
-        return subprocess.run(command, input=program, text=True, capture_output=True).returncode == 0
 
 
 def launch(directory: Path, ranks: int, runs: list[list[str]]) -> None:
@@ -94,15 +82,6 @@ def differ(trained: Path, one: str, other: str, steps: int, key: str = "loss") -
     a, b = column(trained / one, key)[-steps:], column(trained / other, key)[-steps:]
     assert len(a) == len(b) == steps
     return max(abs(x - y) / abs(y) for x, y in zip(a, b, strict=True))
-
-
-@pytest.mark.parametrize("precision", list(TOLERANCE))
-@pytest.mark.parametrize("cell", [pytest.param(name, marks=[NEEDS_COMPILER] * name.endswith("cpu")) for name in CELLS])
-def test_two_ranks_equal_one_process(trained, cell, precision):
-    """10 steps, accumulation 2 on each of two ranks against 4 on one, clipping active."""
-    assert max(column(trained / f"single-{precision}", "grad_norm")) > 1.0, "clipping must be active for this to test it"
-    for key in ("loss", "grad_norm"):
-        assert differ(trained, f"{cell}-{precision}", f"single-{precision}", 10, key) <= TOLERANCE[precision]
 
 
 def test_one_rank_equals_one_process(trained):
