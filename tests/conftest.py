@@ -102,7 +102,7 @@ class Finished:
 
 def environment() -> dict[str, str]:
     """As a shell would have it: nothing of a launcher, no colours."""
-    kept = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}
+    kept = {k: v for k, v in os.environ.items() if k not in ("FW_DEBUG", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}
     return {**kept, "PYTHONUNBUFFERED": "1"}
 
 

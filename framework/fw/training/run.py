@@ -88,13 +88,13 @@ def check_input(recipe: Recipe, device: torch.device | None = None) -> Reader | 
     """Prepare the data and find what is wrong with the input; returns the checkpoint the run begins from, if any.
 
     Args:
-        device: of a rank; the CPU where ranks will run on other machines.
+        device: of a rank; None where ranks will run on machines with the devices the config asks for.
 
     Raises:
         UserError: the input is wrong.
     """
     corpus, vocab_size = _open_data(recipe, say=_say)
-    check(recipe, vocab_size, device or torch.device("cpu"))
+    check(recipe, vocab_size, device or torch.device("cpu" if recipe.launch.accelerator == "cpu" else "cuda"))
     return checkpoints.find(recipe, corpus)
 
 
