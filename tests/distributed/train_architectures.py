@@ -91,7 +91,7 @@ def main() -> None:
         before = {n: p.full_tensor().clone() for n, p in made.model.named_parameters()}
         for parameter in made.model.parameters():
             torch.nn.init.zeros_(parameter.data)
-        recipe.checkpoint.open(saved).weights(made.model)
+        recipe.checkpoint.open(saved).weights(made.model)(made.model.stored())
         for n, p in made.model.named_parameters():
             assert torch.equal(p.full_tensor(), before[n]), (path, n)
     leave()
