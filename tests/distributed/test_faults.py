@@ -9,11 +9,12 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from conftest import column, environment, fw, start
+from conftest import Finished, column, environment, fw, start
 from distributed.faulty import installed
 from fw.cli import main
 
@@ -25,9 +26,13 @@ def faulty(workspace, tmp_path_factory):
     """Runs `fw train` with a fault, on two ranks."""
     env = installed(tmp_path_factory.mktemp("site"))
 
-    def run(how: str, *words: str, **options: object):
+    def run(how: str, *words: str, before: tuple[str, ...] = (), **options: object):
         fault = [f"objective.{key}={value}" for key, value in {"how": how, **options}.items()]
-        return fw("train", "tiny.yaml", "objective=faulty", *fault, *TWO, *words, env=env)
+        command = ("train", "tiny.yaml", "objective=faulty", *fault, *TWO, *words)
+        if before:
+            done = subprocess.run([sys.executable, "-m", *before, *command], env=env, capture_output=True, text=True, timeout=200)
+            return Finished(done.returncode, done.stdout, done.stderr)
+        return fw(*command, env=env)
 
     return run
 
@@ -48,6 +53,13 @@ def test_a_killed_rank_is_restarted_and_the_run_ends_with_the_same_losses(faulty
     assert column("run", "loss") == pytest.approx(column("straight", "loss"), rel=1e-5)
     assert Path("run.1/metrics.csv").read_text() == "of an earlier run\n" and not Path("run.2").exists()
     assert {p.parent.name for p in Path("run/logs").glob("*/rank-*.log")} == {"attempt-0", "attempt-1", "attempt-2"}
+
+
+def test_ranks_that_torchrun_starts_again_go_on_too(faulty, workspace):
+    torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1", "-m", "fw")
+    done = faulty("kill", "objective.steps=[6]", before=torchrun).ok()
+    assert "resuming from run/checkpoints/step-00000004 at step 4" in done.err.replace(f"{workspace}/", "")
+    assert column("run", "step") == list(range(1, 11)) and not Path("run.1").exists()
 
 
 def test_the_first_failure_is_told_before_those_it_caused_and_all_logs_are_kept(faulty):

@@ -82,8 +82,8 @@ class LaunchSection:
     join_timeout: int = 900
     """Seconds for which a host waits for the others to join, at the start and after a failure."""
     max_restarts: int = 0
-    """Failures after which fw starts the ranks again, from the newest checkpoint of the run. Wrong input and stops are never
-    restarted. No effect on memory."""
+    """Failures after which fw starts its ranks again, from the newest checkpoint of the run (under torchrun: its own option). Wrong
+    input and stops are never restarted. No effect on memory."""
     accelerator: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto` takes CUDA where it is available."""
     threads: int | None = None

@@ -44,6 +44,11 @@ def launched_by_fw() -> bool:
     return OUTCOME_DIR in os.environ and "RANK" in os.environ
 
 
+def restarted_by_another() -> bool:
+    """Whether torchrun, which knows nothing of checkpoints, has started this rank again after a failure."""
+    return not launched_by_fw() and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+
+
 def launcher_lives() -> bool:
     """Whether that launcher is still there to speak for this rank."""
     return launched_by_fw() and os.environ.get(LAUNCHER_PID) == str(os.getppid())

@@ -18,7 +18,7 @@ def peer_error(error: BaseException, timeout_seconds: int) -> PeerError | None:
         return None
     short = re.sub(r"\s+", " ", text.partition("Exception raised from")[0]).strip()[:200]
     short = re.sub(r"\[/\S*/", "[", short)  # the place in the library's source, without the directory it was built in
-    if _TIMED_OUT.search(text):
+    if _TIMED_OUT.search(text) and "refused" not in text:
         return PeerError(
             f"another rank did not answer within launch.timeout={timeout_seconds} s; it hangs, it is gone, or the network is down ({short})"
         )

@@ -22,6 +22,11 @@ class World:
     launched: bool = False
 
     @property
+    def on_one_host(self) -> bool:
+        """Whether no other host takes part."""
+        return self.size <= self.local_size
+
+    @property
     def is_first(self) -> bool:
         """Whether this is rank 0, the one that prints and writes the run directory."""
         return self.rank == 0

@@ -12,7 +12,7 @@ from typing import Any
 from fw.errors import RunError, UserError
 from fw.kinds.checkpoint import Reader, Snapshot, parts
 from fw.kinds.data import Corpus
-from fw.launching.outcome import RESUME_FROM, launched_by_fw
+from fw.launching.outcome import RESUME_FROM, launched_by_fw, restarted_by_another
 from fw.recipe import Recipe, current_world
 from fw.training import run_dir
 from fw.training.module import TrainingModule, rng_state
@@ -27,10 +27,12 @@ def find(recipe: Recipe, corpus: Corpus) -> Reader | None:
     Raises:
         UserError: it is no checkpoint, it is damaged, or going on from it would not be what it looks like.
     """
+    plugin = recipe.checkpoint
     resume = os.environ.get(RESUME_FROM, recipe.resume) if launched_by_fw() else recipe.resume
+    if restarted_by_another() and plugin.latest(recipe.run_dir / run_dir.CHECKPOINTS):
+        resume = "auto"
     if not resume:
         return None
-    plugin = recipe.checkpoint
     place = recipe.config.origin(("resume",))
     if resume == "auto":
         path = plugin.latest(recipe.run_dir / run_dir.CHECKPOINTS)

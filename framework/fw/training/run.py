@@ -117,7 +117,7 @@ def _train_rank(recipe: Recipe, world: World) -> TrainResult:
     start_step = checkpoint.state()["step"] if checkpoint is not None else 0
     if world.is_first:
         if not outcome.launched_by_fw():
-            run_dir.make(recipe.run_dir, run_dir.continues(recipe.run_dir, checkpoint))
+            run_dir.make(recipe.run_dir, run_dir.continues(recipe.run_dir, checkpoint) or outcome.restarted_by_another())
         run_dir.describe(recipe, recipe.run_dir)
 
     if device.type == "cpu":
@@ -240,7 +240,7 @@ def _prepare_network(recipe: Recipe, world: World) -> None:
     launch, config = recipe.launch, recipe.config
     if launch.port and "SLURM_STEP_ID" in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ:
         os.environ["MASTER_PORT"] = str(launch.port)
-    use_interface(launch, world.size > world.local_size, config.origin(("launch", "interface")))
+    use_interface(launch, not world.on_one_host, config.origin(("launch", "interface")))
     for option, variable, value in (
         ("nccl_async_errors", "TORCH_NCCL_ASYNC_ERROR_HANDLING", str(int(launch.nccl_async_errors))),
         ("nccl_heartbeat", "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", str(launch.nccl_heartbeat)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,6 +16,7 @@ from pytorch_lightning.strategies import ParallelStrategy
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from fw.launching.outcome import restarted_by_another
 from fw.recipe import World
 
 
@@ -50,11 +52,21 @@ class MeshStrategy(ParallelStrategy):
         if self._mesh_shape and self.mesh is None:
             if not dist.is_initialized():
                 backend = "cpu:gloo,cuda:nccl" if self._device.type == "cuda" else "gloo"
-                # A world of one rank (ddp or fsdp on a single device) needs nobody to meet.
-                store = None if self._world.launched else dist.HashStore()  # type: ignore[attr-defined]
+                store = self._store()
                 dist.init_process_group(backend, store=store, rank=self._world.rank, world_size=self._world.size, timeout=self._timeout)
             names, sizes = tuple(self._mesh_shape), tuple(self._mesh_shape.values())
             self.mesh = init_device_mesh(self._device.type, sizes, mesh_dim_names=names)
+
+    def _store(self) -> dist.Store | None:  # type: ignore[name-defined]
+        """Where the ranks meet; None for what the environment says."""
+        if not self._world.launched:
+            return dist.HashStore()  # type: ignore[attr-defined]  # a world of one rank needs nobody to meet
+        if restarted_by_another() and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and self._world.on_one_host:
+            # torchrun keeps the store from attempt to attempt, with the addresses of ranks that are gone. On several hosts attempts are
+            # not counted alike, and could not be told apart by their number.
+            kept = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=self._timeout)  # type: ignore[attr-defined]
+            return dist.PrefixStore(f"fw-attempt-{os.environ['TORCHELASTIC_RESTART_COUNT']}", kept)  # type: ignore[attr-defined]
+        return None
 
     def model_to_device(self) -> None:
         """The model was made where it belongs."""
