@@ -39,9 +39,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rank_log.attach()
         stacks.answer_when_asked()
     code = _guarded(arguments)
-    if arguments is None and "RANK" in os.environ:
+    if arguments is None and _had_process_group():
         _end_rank(code)
     return code
+
+
+def _had_process_group() -> bool:
+    """Also where a single rank that nobody launched was one of its own."""
+    strategy = sys.modules.get("fw.training.strategy")
+    return "RANK" in os.environ or (strategy is not None and strategy.joined)
 
 
 def _end_rank(code: int) -> NoReturn:

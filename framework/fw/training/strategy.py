@@ -20,6 +20,10 @@ from fw.launching.outcome import restarted_by_another
 from fw.recipe import World
 
 
+joined = False
+"""Whether this process has been in a process group. It must then end without finalizing the interpreter (:mod:`fw.cli`)."""
+
+
 class MeshStrategy(ParallelStrategy):
     """Starts the process group and the mesh before the model is configured; wraps, moves and saves nothing.
 
@@ -53,6 +57,8 @@ class MeshStrategy(ParallelStrategy):
             if not dist.is_initialized():
                 backend = "cpu:gloo,cuda:nccl" if self._device.type == "cuda" else "gloo"
                 store = self._store()
+                global joined
+                joined = True
                 dist.init_process_group(backend, store=store, rank=self._world.rank, world_size=self._world.size, timeout=self._timeout)
             names, sizes = tuple(self._mesh_shape), tuple(self._mesh_shape.values())
             self.mesh = init_device_mesh(self._device.type, sizes, mesh_dim_names=names)
