@@ -19,7 +19,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from fw.launching.outcome import restarted_by_another
 from fw.recipe import World
 
-
 joined = False
 """Whether this process has been in a process group. It must then end without finalizing the interpreter (:mod:`fw.cli`)."""
 
