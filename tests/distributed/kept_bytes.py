@@ -5,7 +5,6 @@ torchrun --nproc-per-node N kept_bytes.py CONFIG [OVERRIDE ...]
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import sys
 
@@ -15,25 +14,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fw.assemble import Assembly, assemble
 from fw.config import load
+from fw.meter.memory import malloc_in_use_bytes
 from fw.recipe import current_world, resolve
 from fw.training.strategy import leave
-
-
-class Mallinfo2(ctypes.Structure):
-    """Of glibc, malloc.h."""
-
-    _fields_ = [
-        (name, ctypes.c_size_t)
-        for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
-    ]
-
-
-def in_use() -> int:
-    """Bytes malloc has given out and not got back, those in mappings of their own included."""
-    libc = ctypes.CDLL(None)
-    libc.mallinfo2.restype = Mallinfo2
-    found = libc.mallinfo2()
-    return found.uordblks + found.hblkhd
 
 
 def two_steps(overrides: list[str]) -> Assembly:
@@ -64,7 +47,7 @@ LARGE = [
 ]
 dist.init_process_group("gloo")
 small = two_steps(sys.argv[2:])  # whatever the first use of anything loads and keeps
-before = in_use()
+before = malloc_in_use_bytes() or 0
 large = two_steps([*sys.argv[2:], *LARGE])
-print("kept", in_use() - before, flush=True)
+print("kept", (malloc_in_use_bytes() or 0) - before, flush=True)
 leave()

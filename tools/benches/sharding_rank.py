@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import json
 import os
@@ -16,28 +15,12 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fw.assemble import assemble
 from fw.config import load
+from fw.meter.memory import malloc_in_use_bytes
 from fw.recipe import Recipe, current_world, resolve
 from fw.training.host_allocator import give_back_freed_memory
 from fw.training.strategy import leave
 
 STEPS = 3
-
-
-class Mallinfo2(ctypes.Structure):
-    """Of glibc, malloc.h."""
-
-    _fields_ = [
-        (name, ctypes.c_size_t)
-        for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
-    ]
-
-
-def in_use() -> int:
-    """Bytes malloc has given out and not got back."""
-    libc = ctypes.CDLL(None)
-    libc.mallinfo2.restype = Mallinfo2
-    found = libc.mallinfo2()
-    return found.uordblks + found.hblkhd
 
 
 def resident(field: str) -> int:
@@ -79,11 +62,11 @@ kept: list[object] = []
 config, warm_up, *overrides = sys.argv[1:]
 dist.init_process_group("gloo")
 steps(resolve(load(config, [*overrides, *json.loads(warm_up)]), current_world()), 2)  # what the first use of anything loads
-start = in_use()
+start = malloc_in_use_bytes() or 0
 recipe = resolve(load(config, overrides), current_world())
 grown, sent = steps(recipe, STEPS)
 gc.collect()
-found = {"kept": in_use() - start, "grown": grown, "sent": sent // recipe.world_size}
+found = {"kept": (malloc_in_use_bytes() or 0) - start, "grown": grown, "sent": sent // recipe.world_size}
 if os.environ["RANK"] == "0":
     print("found", json.dumps(found), flush=True)
 leave()
