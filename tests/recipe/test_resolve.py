@@ -191,3 +191,17 @@ def test_torchrun_and_srun_are_recognised():
     assert current_world(srun) == World(4, 2, 0, 2, launched=True)
     assert srun["MASTER_ADDR"] == "gpu07" and srun["MASTER_PORT"] == "20031"
     assert current_world({"SLURM_JOB_ID": "31", "SLURM_NTASKS": "4"}) == World()  # a batch script without srun
+
+
+@pytest.mark.parametrize(
+    ("sharding", "says"),
+    [
+        ("{name: zero, tensor: 2}", "sharding.tensor: zero divides state and no layers; tensor parallelism is sharding=fsdp's"),
+        ("{name: zero, context: 2}", "sharding.context: zero divides state and no sequences"),
+        ("{name: ddp, tensor: 2}", "sharding.tensor: ddp keeps whole layers on every rank; use sharding=fsdp"),
+    ],
+)
+def test_an_option_that_another_plugin_has_is_refused_with_that_plugin(recipe, sharding, says):
+    with pytest.raises(UserError) as refused:
+        recipe(f"sharding={sharding}")
+    assert says in str(refused.value)

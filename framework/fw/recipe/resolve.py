@@ -258,6 +258,9 @@ def _pick(kind: Kind, contract: type[Plugin], value: Any, path: tuple[str, ...],
         cls = registry.load(kind.name, name, contract, kind.apis)
     except UserError as error:
         raise UserError(f"{config.origin((*path, 'name'))}: {error}") from error.__cause__
+    for option, why in cls.not_options.items():
+        if option in value:
+            raise UserError(f"{config.origin((*path, option))}: {kind.name}.{option}: {why}")
     return _Pick(name, cls, path, {str(k): v for k, v in value.items() if k != "name"})
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -47,6 +48,9 @@ class Plugin:
     """Import name → what to ``pip install`` for it, for packages fw itself does not depend on. Checked before the import."""
     requires: ClassVar[tuple[Requires, ...]] = ()
     conflicts: ClassVar[tuple[Conflicts, ...]] = ()
+
+    not_options: ClassVar[Mapping[str, str]] = {}
+    """Options that one might look for here in vain, and a sentence on each with the way out."""
 
     def __init__(self, config: Any) -> None:
         self.config = config

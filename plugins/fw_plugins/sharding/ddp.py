@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -47,6 +47,10 @@ class DDP(ShardingPlugin):
     api = 1
     Config = DDPConfig
     config: DDPConfig
+    not_options: ClassVar[Mapping[str, str]] = {
+        "tensor": "ddp keeps whole layers on every rank; use sharding=fsdp, with shard: 1 where only layers are to be divided",
+        "context": "ddp keeps whole sequences on every rank; use sharding=fsdp, with shard: 1 where only sequences are to be divided",
+    }
 
     def mesh_shape(self, world_size: int) -> dict[str, int]:
         """All ranks are replicas."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,11 @@ class Zero(ShardingPlugin):
     api = 1
     Config = ZeroConfig
     config: ZeroConfig
+    not_options: ClassVar[Mapping[str, str]] = {
+        "tensor": "zero divides state and no layers; tensor parallelism is sharding=fsdp's",
+        "context": "zero divides state and no sequences; context parallelism is sharding=fsdp's",
+        "replicate": "zero divides state over all ranks; copies of a divided model are sharding=fsdp's",
+    }
     packages = {"deepspeed": "deepspeed"}  # noqa: RUF012
 
     def mesh_shape(self, world_size: int) -> dict[str, int]:
