@@ -107,6 +107,25 @@ def test_checkpoints_pass_between_shardings(trained, resumed, began, precision):
     assert differ(trained, f"{resumed}-{precision}", f"{began}-{precision}", 5) <= tolerance
 
 
+def test_tied_heads_experts_and_other_optimizers(tmp_path):
+    """What stage 3 gathers in unusual places, against one process."""
+    (tmp_path / "corpus.txt").write_text(corpus_text())
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(TINY, sort_keys=False))
+    experts = "{name: mixtral, hidden_size: 64, num_hidden_layers: 2, num_attention_heads: 4, intermediate_size: 96, num_local_experts: 4}"
+    cases = {
+        "tied": "model.tie_word_embeddings=true",
+        "experts": f"model={experts}",
+        "momentum": "optimizer={name: sgd, lr: 0.01, momentum: 0.9}",
+    }
+    short = ["train.max_steps=5"]
+    launch(tmp_path, 1, [[option, *short, f"train.run_dir={name}-one"] for name, option in cases.items()])
+    zero = ["sharding={name: zero, stage: 3}", *short]
+    launch(tmp_path, 2, [[option, *zero, f"train.run_dir={name}-zero"] for name, option in cases.items()])
+    for name in cases:
+        for key in ("loss", "grad_norm"):
+            assert differ(tmp_path, f"{name}-zero", f"{name}-one", 5, key) <= 1e-5, name
+
+
 def test_transformers_loads_a_checkpoint(trained):
     transformers = pytest.importorskip("transformers")
     loaded = [
