@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -138,3 +138,31 @@ def summary(run_dir: str | Path) -> dict[str, Any]:
 
 def column(run_dir: str | Path, name: str) -> list[float]:
     return [row[name] for row in metrics(run_dir)]
+
+
+@pytest.fixture(scope="session")
+def bucket() -> Iterator[str]:
+    """``s3://…`` on a server of this machine; the environment tells clients, also in other processes, where it is."""
+    from moto.server import ThreadedMotoServer
+
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    settings = {
+        "AWS_ENDPOINT_URL": f"http://{host}:{port}",
+        "AWS_ACCESS_KEY_ID": "test",
+        "AWS_SECRET_ACCESS_KEY": "test",
+        "AWS_DEFAULT_REGION": "us-east-1",
+    }
+    before = {name: os.environ.get(name) for name in settings}
+    os.environ.update(settings)
+    import s3fs
+
+    s3fs.S3FileSystem().mkdir("fw-tests")
+    yield "s3://fw-tests"
+    for name, value in before.items():
+        if value is None:
+            os.environ.pop(name)
+        else:
+            os.environ[name] = value
+    server.stop()

@@ -1,120 +1,198 @@
-"""A directory that has its final name is whole: written aside, hashed, made durable, then renamed."""
+"""A checkpoint that has a name is whole: written aside, hashed, made durable, then renamed; then ``latest`` moves.
+
+An object store has no renaming. There a step's files stand under their final names before the step is whole, and the manifest, written
+last, is what makes it a checkpoint.
+"""
 
 from __future__ import annotations
 
-import hashlib
-import json
+import contextlib
+import ctypes
 import os
-import shutil
-from collections.abc import Mapping
+import re
+import sys
 from pathlib import Path
 
-from fw.checkpointing.stream import Digest
-from fw.errors import RunError, UserError
+from fw.checkpointing.manifest import MANIFEST, Manifest, read_manifest
+from fw.errors import UserError
+from fw.place import LocalPlace, Place, sync
 
-MANIFEST = "manifest.json"
-FORMAT = 1
-
-
-def hash_file(path: Path) -> Digest:
-    """Size and SHA-256 of a file as it is on disk."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return Digest(path.stat().st_size, digest.hexdigest())
+LATEST = "latest"
+_STEP = re.compile(r"step-\d{8,}")
+_LEFT_OVER = re.compile(r"(step-\d{8,}.*|latest)\.tmp")
 
 
-def write_manifest(directory: Path, known: Mapping[str, Digest], facts: Mapping[str, object]) -> None:
-    """Write the manifest over every file of ``directory``, last of all, and make everything durable.
-
-    Args:
-        known: digests of files that were hashed while they were written; the others are read back.
-    """
-    files: dict[str, dict[str, object]] = {}
-    for path in sorted(p for p in directory.rglob("*") if p.is_file() and p.name != MANIFEST):
-        name = path.relative_to(directory).as_posix()
-        digest = known.get(name) or hash_file(path)
-        files[name] = {"size": digest.size, "sha256": digest.sha256}
-        if name not in known:
-            sync(path)
-    body: dict[str, object] = {"format": FORMAT, **facts, "files": files, "sha256": ""}
-    body["sha256"] = _own_digest(body)
-    manifest = directory / MANIFEST
-    manifest.write_text(json.dumps(body, indent=1) + "\n")
-    sync(manifest)
-    sync(directory)
+def step_name(step: int) -> str:
+    """Of the directory."""
+    return f"step-{step:08d}"
 
 
-def read_manifest(directory: Path) -> dict[str, object]:
-    """The manifest of a checkpoint.
+def draft(directory: Place, name: str) -> Place:
+    """Where a checkpoint is written before it has its name."""
+    return directory / (name if directory.local is None else f"{name}.tmp")
+
+
+def begin(directory: Place, name: str) -> None:
+    """Make the draft, empty.
 
     Raises:
-        UserError: there is none, it is damaged, or it is of a newer format.
+        OSError: it cannot be made.
     """
-    path = directory / MANIFEST
-    try:
-        body = json.loads(path.read_text())
-        version, own = body["format"], body["sha256"]
-    except FileNotFoundError:
-        raise UserError(f"{directory} is no checkpoint: it has no {MANIFEST}") from None
-    except (ValueError, KeyError, TypeError, OSError) as error:
-        raise UserError(f"{directory} is no whole checkpoint: its {MANIFEST} is damaged ({error})") from None
-    if version > FORMAT:
-        raise UserError(f"{directory} has checkpoint format {version}, this fw reads up to {FORMAT}; upgrade fw")
-    if own != _own_digest({**body, "sha256": ""}):
-        raise UserError(f"{directory} is no whole checkpoint: its {MANIFEST} does not match its own digest")
-    return dict(body)
+    if directory.local is None:
+        remove(directory, name)
+        return
+    made = draft(directory, name)
+    made.remove()
+    assert made.local is not None
+    made.local.mkdir(parents=True)
 
 
-def _own_digest(body: Mapping[str, object]) -> str:
-    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
-
-
-def verify(directory: Path) -> None:
-    """Compare every file with the manifest.
-
-    Raises:
-        RunError: what is missing or differs, by name.
-    """
-    wrong = []
-    files = read_manifest(directory)["files"]
-    assert isinstance(files, dict)
-    for name, expected in files.items():
-        path = directory / name
-        if not path.is_file():
-            wrong.append(f"{name} is missing")
-        elif path.stat().st_size != expected["size"]:
-            wrong.append(f"{name} has {path.stat().st_size} bytes instead of {expected['size']}")
-        elif hash_file(path).sha256 != expected["sha256"]:
-            wrong.append(f"{name} has other bytes than were written")
-    if wrong:
-        raise RunError(f"checkpoint {directory} is damaged: {'; '.join(wrong)}")
-
-
-def publish(temporary: Path, final: Path) -> None:
-    """Give a finished directory its name, replacing what bears it, and point ``latest`` beside it there."""
-    parent = final.parent
+def publish(directory: Place, written: Place, name: str) -> None:
+    """Give a finished draft its name, replacing what bears it, and move ``latest`` there. Durable when this returns."""
+    if directory.local is None:
+        directory.write(LATEST, name.encode())
+        return
+    assert written.local is not None
+    path, final = directory.local, directory.local / name
+    for inside in (written.local, *(p for p in written.local.rglob("*") if p.is_dir())):
+        sync(inside)
     if final.exists():
-        old = parent / f"{final.name}.old.tmp"
-        shutil.rmtree(old, ignore_errors=True)
-        os.rename(final, old)
-        os.rename(temporary, final)
-        shutil.rmtree(old)
+        if not _exchange(written.local, final):
+            aside = path / f"{name}.old.tmp"
+            LocalPlace(aside).remove()
+            os.rename(final, aside)
+            os.rename(written.local, final)
+            LocalPlace(aside).remove()
     else:
-        os.rename(temporary, final)
-    sync(parent)
-    link = parent / "latest.tmp"
+        os.rename(written.local, final)
+    sync(path)
+    written.remove()  # after an exchange, what bore the name before
+    point_latest(directory, name)
+
+
+def point_latest(directory: Place, name: str) -> None:
+    """Make ``latest`` mean a step: a link, or where there are none, an object that holds its name."""
+    if directory.local is None:
+        directory.write(LATEST, name.encode())
+        return
+    link = directory.local / f"{LATEST}.tmp"
     link.unlink(missing_ok=True)
-    link.symlink_to(final.name, target_is_directory=True)
-    os.replace(link, parent / "latest")
-    sync(parent)
+    link.symlink_to(name, target_is_directory=True)
+    os.replace(link, directory.local / LATEST)
+    sync(directory.local)
 
 
-def sync(path: Path) -> None:
-    """Flush a file or directory to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def latest(directory: Place) -> str | None:
+    """The step ``latest`` means; None where it means none that is there."""
+    name = ""
+    if directory.local is not None:
+        with contextlib.suppress(OSError):
+            name = os.readlink(directory.local / LATEST)
+    if not name:
+        try:
+            name = directory.read(LATEST).decode("ascii", "replace").strip()
+        except OSError:
+            return None
+    return name if _STEP.fullmatch(name) and (directory / name).has(MANIFEST) else None
+
+
+def steps(directory: Place) -> list[str]:
+    """Names of the checkpoints in a directory, by step; on an object store, of what may be one."""
+    return sorted((name for name in directory.names() if _STEP.fullmatch(name)), key=_number)
+
+
+def history(directory: Place) -> list[str]:
+    """The checkpoints in the order in which a run should go on from them: the one written last, those its run had come by, then the others.
+
+    Damaged ones are among them, where their step puts them.
+    """
+    known: dict[str, Manifest | None] = {}
+    for name in steps(directory):
+        if directory.local is None and not (directory / name).has(MANIFEST):
+            continue  # never finished
+        try:
+            known[name] = read_manifest(directory / name)
+        except UserError:
+            known[name] = None
+
+    def order(name: str) -> tuple[int, int]:
+        manifest = known[name]
+        if manifest is not None:
+            return int(manifest.facts.get("number", 0)), _number(name)
+        below = [order(other)[0] for other, m in known.items() if m is not None and _number(other) < _number(name)]
+        return max(below, default=0), _number(name)
+
+    rest = sorted(known, key=order, reverse=True)
+    found: list[str] = []
+    while rest:
+        name = rest.pop(0)
+        found.append(name)
+        manifest = known[name]
+        parent = manifest.facts.get("parent") if manifest is not None else None
+        if parent in rest:
+            rest.remove(parent)
+            rest.insert(0, parent)
+    return found
+
+
+def next_number(directory: Place) -> int:
+    """What the next checkpoint's ``number`` is."""
+    numbers = [0]
+    for name in steps(directory):
+        with contextlib.suppress(UserError, TypeError, ValueError):
+            numbers.append(int(read_manifest(directory / name).facts.get("number", 0)))
+    return max(numbers) + 1
+
+
+def remove(directory: Place, name: str) -> None:
+    """Remove a checkpoint so that no moment leaves half of it under its name."""
+    step = directory / name
+    if step.local is None:
+        step.remove(MANIFEST)
+        step.remove()
+        return
+    gone = step.local.with_name(f"{name}.gone.tmp")
+    LocalPlace(gone).remove()
+    os.rename(step.local, gone)
+    sync(gone.parent)
+    LocalPlace(gone).remove()
+
+
+def clean(directory: Place) -> list[str]:
+    """Remove what interrupted saves left, and return its names. No other run may be writing there."""
+    removed = []
+    for name in directory.names():
+        if directory.local is not None:
+            left_over = bool(_LEFT_OVER.fullmatch(name))
+        else:
+            left_over = bool(_STEP.fullmatch(name)) and not (directory / name).has(MANIFEST)
+        if left_over:
+            with contextlib.suppress(OSError):
+                link = directory.local is not None and (directory.local / name).is_symlink()
+                directory.remove(name) if link else (directory / name).remove()
+                removed.append(name)
+    return removed
+
+
+def discard(directory: Place, name: str) -> None:
+    """Give back the space of a draft."""
+    with contextlib.suppress(OSError):
+        if directory.local is None:
+            remove(directory, name)
+        else:
+            (directory / f"{name}.tmp").remove()
+
+
+def _number(name: str) -> int:
+    return int(name.partition("-")[2])
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Swap two directories in one operation of the file system; False where it has none (``renameat2(2)``, Linux)."""
+    if sys.platform != "linux":
+        return False
+    at_working_directory, exchange = -100, 2
+    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if renameat2 is None:
+        return False
+    return bool(renameat2(at_working_directory, os.fsencode(one), at_working_directory, os.fsencode(other), exchange) == 0)

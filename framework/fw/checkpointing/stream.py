@@ -1,4 +1,4 @@
-"""safetensors files written one tensor at a time and hashed as they go: no more than one whole tensor is ever in memory.
+"""safetensors files written one tensor at a time, hashed while they are written.
 
 Format: https://huggingface.co/docs/safetensors (8 bytes of header length, JSON header, then the tensors back to back).
 """
@@ -8,15 +8,17 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import struct
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from fw.checkpointing.manifest import Digest
+from fw.place import Place, place
 
 
 class Sized(Protocol):
@@ -43,14 +45,7 @@ DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-
-
-@dataclass(frozen=True)
-class Digest:
-    """Size in bytes and SHA-256 of a file."""
-
-    size: int
-    sha256: str
+_BLOCK = 1 << 24
 
 
 def size_bytes(tensor: Sized) -> int:
@@ -59,28 +54,45 @@ def size_bytes(tensor: Sized) -> int:
 
 
 class SafetensorsWriter:
-    """Writes the announced tensors in the announced order."""
+    """Writes the announced tensors in the announced order. A block is hashed while it is written.
 
-    def __init__(self, path: Path, tensors: Mapping[str, Sized]) -> None:
-        """``tensors`` announces names, shapes and dtypes; the values are given to :meth:`write`."""
+    Args:
+        directory: of the file.
+        tensors: names, shapes and dtypes; the values are given to :meth:`write`.
+        beat: called after each block.
+
+    Raises:
+        OSError: from here and all methods: it cannot be written.
+    """
+
+    def __init__(self, directory: Place | Path, name: str, tensors: Mapping[str, Sized], beat: Callable[[], object] = lambda: None) -> None:
         header: dict[str, object] = {"__metadata__": {"format": "pt"}}
         offset = 0
-        for name, tensor in tensors.items():
+        for key, tensor in tensors.items():
             end = offset + size_bytes(tensor)
-            header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, end]}
+            header[key] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, end]}
             offset = end
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
-        self._hash = hashlib.sha256()
-        self._size = 0
-        self.digest = Digest(0, "")
-        self._file = path.open("wb")
+        self._hash, self._size, self._beat = hashlib.sha256(), 0, beat
+        self._hasher = ThreadPoolExecutor(1, thread_name_prefix="hash")
+        self._place = place(directory)
+        self._file = self._place.create(name)
         self._put(struct.pack("<Q", len(text)) + text)
 
     def _put(self, data: bytes | memoryview) -> None:
-        self._file.write(data)
-        self._hash.update(data)
-        self._size += len(data)
+        view = memoryview(data)
+        for start in range(0, len(view), _BLOCK):
+            block = view[start : start + _BLOCK]
+            hashed = self._hasher.submit(self._hash.update, block)
+            try:
+                left = block
+                while left:
+                    left = left[self._file.write(left) :]
+            finally:
+                hashed.result()
+            self._size += len(block)
+            self._beat()
 
     def write(self, tensor: Tensor) -> None:
         """Append the next tensor, whole."""
@@ -88,14 +100,16 @@ class SafetensorsWriter:
         if flat.numel():
             self._put(flat.view(torch.uint8).numpy().data)
 
-    def close(self) -> None:
-        """Make the file durable; :attr:`digest` is set then."""
-        try:
-            self._file.flush()
-            os.fsync(self._file.fileno())
-            self.digest = Digest(self._size, self._hash.hexdigest())
-        finally:
-            self._file.close()
+    def close(self) -> Digest:
+        """Make the file durable."""
+        self._hasher.shutdown()
+        self._place.finish(self._file)
+        return Digest(self._size, self._hash.hexdigest())
+
+    def abort(self) -> None:
+        """Give the file up."""
+        self._hasher.shutdown()
+        self._file.close()
 
 
 def split(tensors: Mapping[str, Sized], stem: str, max_bytes: int) -> dict[str, list[str]]:

@@ -13,10 +13,12 @@ from torch import Tensor
 from tqdm import tqdm
 
 from fw.checkpointing.placement import local_part
+from fw.checkpointing.ranges import RangeFile
 from fw.checkpointing.stream import DTYPES
 from fw.errors import UserError
 from fw.kinds.checkpoint import Part, parts
 from fw.kinds.model import CausalLM, Give
+from fw.place import Place, place
 
 _DTYPE_OF = {name: dtype for dtype, name in DTYPES.items()}
 
@@ -24,26 +26,25 @@ _DTYPE_OF = {name: dtype for dtype, name in DTYPES.items()}
 class TensorFiles:
     """The tensors of ``<stem>.safetensors``, or of the files that ``<stem>.safetensors.index.json`` names.
 
+    Attributes:
+        files: their names, each with the names of its tensors.
+
     Raises:
         UserError: there are none, one is missing or damaged, or they are pickles.
     """
 
-    def __init__(self, directory: Path, stem: str = "model") -> None:
-        self.directory = directory
-        self.files = _files(directory, stem)
+    def __init__(self, directory: Path | Place, stem: str = "model") -> None:
+        self.directory = place(directory)
+        self.files: dict[str, list[str]] = {}
         self.where: dict[str, Any] = {}
-        for path in self.files:
+        local = self.directory.local
+        for name in _files(self.directory, stem):
             try:
-                file = safe_open(path, framework="pt")
-                self.where.update(dict.fromkeys(file.keys(), file))
+                file = safe_open(local / name, framework="pt") if local is not None else RangeFile(self.directory, name)
+                self.files[name] = list(file.keys())
+                self.where.update(dict.fromkeys(self.files[name], file))
             except (SafetensorError, OSError) as error:
-                raise UserError(f"{path} is no whole safetensors file ({error})") from None
-
-    @staticmethod
-    def names(path: Path) -> list[str]:
-        """The tensors of one file."""
-        with safe_open(path, framework="pt") as file:
-            return list(file.keys())
+                raise UserError(f"{self.directory / name} is no whole safetensors file ({error})") from None
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Of a tensor, from the file's header."""
@@ -123,25 +124,26 @@ def weights_for(files: TensorFiles, model: CausalLM) -> Give:
     return give
 
 
-def _files(directory: Path, stem: str) -> list[Path]:
-    index, single = directory / f"{stem}.safetensors.index.json", directory / f"{stem}.safetensors"
-    if index.is_file():
+def _files(directory: Place, stem: str) -> list[str]:
+    index, single = f"{stem}.safetensors.index.json", f"{stem}.safetensors"
+    inside = set(directory.names())
+    if index in inside:
         try:
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError) as error:
-            raise UserError(f"{index} is no index of safetensors files ({type(error).__name__}: {error})") from None
-        missing = [name for name in names if not (directory / name).is_file()]
+            names = sorted(set(json.loads(directory.read(index))["weight_map"].values()))
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            raise UserError(f"{directory / index} is no index of safetensors files ({type(error).__name__}: {error})") from None
+        missing = [name for name in names if not directory.has(name)]
         if missing:
-            raise UserError(f"{directory}: files that {index.name} names are missing: {_some(missing)}")
-        return [directory / name for name in names]
-    if single.is_file():
+            raise UserError(f"{directory}: files that {index} names are missing: {_some(missing)}")
+        return names
+    if single in inside:
         return [single]
-    pickles = [path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in directory.glob(pattern)]
+    pickles = [name for name in sorted(inside) if name.endswith((".bin", ".pt", ".pth"))]
     if pickles:
         raise UserError(
             f"{directory} holds pickled weights ({pickles[0]}), which can run code when read and are refused; save them as safetensors"
         )
-    raise UserError(f"{directory} holds no weights: neither {single.name} nor {index.name}")
+    raise UserError(f"{directory} holds no weights: neither {single} nor {index}")
 
 
 def _full_name(name: str, expected: Mapping[str, Part], model: CausalLM) -> str:

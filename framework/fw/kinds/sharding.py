@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fw.kinds.attention import AttentionPlugin
-from fw.kinds.checkpoint import Gathered
+from fw.kinds.checkpoint import Kept
 from fw.kinds.model import CausalLM, Give
 from fw.kinds.offload import OffloadPolicy
 from fw.kinds.optimizer import OptimizerSpec
@@ -95,7 +95,7 @@ class Stepper(ABC):
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """This rank's parameters under the model's own names, no wrapper prefix; DTensors where they are sharded."""
 
-    def weights(self) -> dict[str, Tensor | Gathered]:
+    def weights(self) -> dict[str, Tensor | Kept]:
         """What a checkpoint holds of the parameters, by the model's own names, in the dtype they are kept in."""
         return {name: parameter.detach() for name, parameter in self.parameters()}
 
@@ -104,7 +104,7 @@ class Stepper(ABC):
         return dict(self.parameters())
 
     @abstractmethod
-    def optimizer_tensors(self) -> dict[str, Tensor] | dict[str, Tensor | Gathered]:
+    def optimizer_tensors(self) -> dict[str, Tensor] | dict[str, Tensor | Kept]:
         """Optimizer state as ``<parameter>/<key>``: shaped and placed like the parameter, or the same on every rank."""
 
     @abstractmethod

@@ -11,12 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fw.checkpointing import commit
+from fw.checkpointing.manifest import MANIFEST, read_manifest
 from fw.checkpointing.stream import DTYPES
 from fw.checkpointing.tensor_files import TensorFiles
 from fw.config import parse_size
 from fw.errors import UserError
 from fw.locate import CONFIG, find
+from fw.place import place
 from fw.pretrained.directory import read_config
 from fw.pretrained.load import new_directory, write_json, write_weights
 from fw.pretrained.reading import plugin_name
@@ -98,19 +99,18 @@ def describe(directory: str | Path) -> dict[str, Any]:
     files = TensorFiles(found)
     parameters = 0
     dtypes: dict[str, dict[str, int]] = {}
-    shards = {path.name: {"tensors": 0, "bytes": path.stat().st_size} for path in files.files}
-    for path in files.files:
-        for name in TensorFiles.names(path):
+    shards = {file: {"tensors": len(names), "bytes": files.directory.size(file)} for file, names in files.files.items()}
+    for names in files.files.values():
+        for name in names:
             count, dtype = math.prod(files.shape(name)), files.dtype(name)
             parameters += count
             entry = dtypes.setdefault(DTYPES[dtype].lower(), {"tensors": 0, "bytes": 0})
             entry["tensors"] += 1
             entry["bytes"] += count * dtype.itemsize
-            shards[path.name]["tensors"] += 1
     training = None
-    if (found / commit.MANIFEST).is_file():
-        manifest = commit.read_manifest(found)
-        training = {key: manifest.get(key) for key in ("step", "world_size", "format")}
+    if (found / MANIFEST).is_file():
+        manifest = read_manifest(place(found))
+        training = {"format": manifest.format} | {key: manifest.facts.get(key) for key in ("step", "world_size", "mesh", "metrics")}
     return {
         "directory": str(found),
         "architecture": (config.get("architectures") or [config.get("model_type")])[0],

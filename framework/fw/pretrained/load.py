@@ -22,7 +22,7 @@ from fw.config import parse_size
 from fw.errors import UserError
 from fw.kinds import KINDS
 from fw.kinds.attention import AttentionPlugin
-from fw.kinds.checkpoint import Gathered, parts
+from fw.kinds.checkpoint import parts
 from fw.kinds.model import CausalLM, ModelPlugin
 
 if TYPE_CHECKING:
@@ -80,7 +80,8 @@ def save_model(
 
     def value(name: str) -> Tensor:
         tensor = tensors[name].tensor
-        return tensors[name].whole(tensor.full_tensor() if isinstance(tensor, DTensor | Gathered) else tensor)
+        assert isinstance(tensor, Tensor)
+        return tensors[name].whole(tensor.full_tensor() if isinstance(tensor, DTensor) else tensor)
 
     dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
     with new_directory(Path(path), overwrite) as directory:
@@ -140,13 +141,15 @@ def write_weights(directory: Path, tensors: Mapping[str, Sized], value: Callable
     total = sum(size_bytes(tensor) for tensor in tensors.values())
     with tqdm(total=total, desc="writing weights", unit="B", unit_scale=True, leave=False, disable=None, delay=1) as bar:
         for file, names in files.items():
-            writer = SafetensorsWriter(directory / file, {name: tensors[name] for name in names})
+            writer = SafetensorsWriter(directory, file, {name: tensors[name] for name in names})
             try:
                 for name in names:
                     writer.write(value(name))
                     bar.update(size_bytes(tensors[name]))
-            finally:
-                writer.close()
+            except BaseException:
+                writer.abort()
+                raise
+            writer.close()
     if len(files) > 1:
         write_json(directory / "model.safetensors.index.json", index(files, tensors))
 

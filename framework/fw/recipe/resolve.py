@@ -38,7 +38,9 @@ from fw.kinds.optimizer import OptimizerPlugin
 from fw.kinds.precision import PrecisionPlugin
 from fw.kinds.schedule import SchedulePlugin
 from fw.kinds.sharding import REPLICATE, SHARD, TENSOR, ShardingPlugin, StepSpec
+from fw.place import Place, place
 from fw.recipe import batch, rules
+from fw.recipe.saving import check_saving
 from fw.recipe.world import World, current_world, world_size
 from fw.registry import Plugin
 
@@ -119,6 +121,11 @@ class Recipe:
         """The run's directory, as given or by default."""
         return FilePath(self.train.run_dir or f"runs/{self.config.name}")
 
+    @property
+    def checkpoints(self) -> Place:
+        """Where the run's checkpoints go."""
+        return place(self.checkpoint.config.to or self.run_dir / "checkpoints")
+
     def origins(self) -> dict[str, Origin]:
         """Every value of :attr:`tree` by its dotted path, and where it came from."""
         return {".".join(path): self._origin(path) for path in _leaves(self.tree)}
@@ -180,6 +187,13 @@ def resolve(config: Config, world: World | None = None) -> Recipe:
         mesh_shape = sharding.mesh_shape(size)
     except UserError as error:
         raise UserError(f"{config.origin(('sharding',))}: {error}") from None
+    check_saving(
+        config,
+        cast(CheckpointPlugin, made["checkpoint"][0][1]).config,
+        train,
+        cast(OffloadPlugin, made["offload"][0][1]).policy(),
+        starts_processes=size > 1 or launch.max_restarts > 0,
+    )
     one = {kind: plugins[0][1] for kind, plugins in made.items() if not KINDS[kind].many}
     return Recipe(
         config=config,

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import sys
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
-from fw.errors import RunError, UserError
+from fw.checkpointing.ranks import OneRank
+from fw.errors import UserError
 from fw.kinds.checkpoint import Reader
 from fw.launching.outcome import RESUME_FROM
 from fw.launching.rank_log import LOG_DIR
+from fw.place import Place
 from fw.recipe import Recipe
-from fw.training import run_dir
+from fw.training import resume, run_dir
 
 
 class Attempts:
@@ -18,52 +21,42 @@ class Attempts:
 
     Args:
         start: the checkpoint the run begins from, if any.
+        say: prints a line.
     """
 
-    def __init__(self, recipe: Recipe, start: Reader | None) -> None:
-        self._recipe = recipe
-        self._start = start
-        self._checkpoints = recipe.run_dir / run_dir.CHECKPOINTS
-        self._older: set[tuple[str, int]] = set()
+    def __init__(self, recipe: Recipe, start: Reader | None, say: Callable[[str], None]) -> None:
+        self._recipe, self._start, self._say = recipe, start, say
+        self._older: set[str] = set()
 
     def prepare(self, attempt: int) -> dict[str, str]:
         """Make the run directory and the attempt's log directory; returns environment variables for the ranks.
 
         Raises:
             UserError: the run directory cannot be used.
-            RunError: the checkpoint to go on from is damaged.
         """
-        directory = self._recipe.run_dir
+        recipe = self._recipe
         if attempt == 0:
-            run_dir.make(directory, continues=run_dir.continues(directory, self._start))
-            self._older = self._found()
-        checkpoint = self._newest() if attempt else None
-        if checkpoint is None and self._start is not None:
-            checkpoint = self._start.path.absolute()
+            run_dir.make(recipe.run_dir, continues=run_dir.continues(recipe, self._start))
+            run_dir.make_room(recipe, self._start)
+            self._older = set(self._identities())
+        # Those of before this run are another future's.
+        reader = (resume.newest(recipe, OneRank(), self._say, self._older) if attempt else None) or self._start
         if attempt:
-            where = f"from {checkpoint or 'the beginning'}: attempt {attempt + 1} of {self._recipe.launch.max_restarts + 1}"
-            print(f"fw: starting the ranks again {where}", file=sys.stderr)
-        return {LOG_DIR: str(_new_log_dir(directory)), RESUME_FROM: str(checkpoint or "")}
+            recipe.checkpoint.clean(recipe.checkpoints)
+            where = f"from {reader.place if reader else 'the beginning'}: attempt {attempt + 1} of {recipe.launch.max_restarts + 1}"
+            self._say(f"starting the ranks again {where}")
+        return {LOG_DIR: str(_new_log_dir(recipe.run_dir)), RESUME_FROM: "" if reader is None else absolute(reader.place)}
 
-    def _newest(self) -> Path | None:
-        """The newest whole checkpoint that this run has written, verified; those of before it are another future's."""
-        plugin = self._recipe.checkpoint
-        path = plugin.latest(self._checkpoints)
-        if path is None or _mark(path) in self._older:
-            return None
-        try:
-            plugin.open(path).verify()
-        except UserError as error:
-            raise RunError(f"the run cannot go on by itself: {error}") from None
-        return path.absolute()
-
-    def _found(self) -> set[tuple[str, int]]:
-        return {_mark(path) for path in self._checkpoints.glob("*") if path.is_dir() and not path.is_symlink()}
+    def _identities(self) -> Iterator[str]:
+        plugin, directory = self._recipe.checkpoint, self._recipe.checkpoints
+        for name in plugin.found(directory):
+            with suppress(UserError):
+                yield plugin.open(directory / name).identity
 
 
-def _mark(path: Path) -> tuple[str, int]:
-    """Tells a checkpoint from another one of the same name."""
-    return path.name, path.stat().st_ctime_ns
+def absolute(place: Place) -> str:
+    """As another process finds it."""
+    return str(place if place.local is None else place.local.absolute())
 
 
 def _new_log_dir(directory: Path) -> Path:

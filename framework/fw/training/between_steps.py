@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
@@ -18,6 +15,7 @@ from fw.recipe import Recipe
 from fw.training.host_allocator import give_back_freed_memory
 from fw.training.module import TrainingModule
 from fw.training.progress import Progress
+from fw.training.saving import Saver
 
 Row = dict[str, Any]
 
@@ -25,16 +23,15 @@ Row = dict[str, Any]
 class BetweenSteps(Callback):
     """Rows are written once validation had its chance to add to them, and before a checkpoint that counts on them is saved."""
 
-    def __init__(self, recipe: Recipe, progress: Progress, peak_flops: float, save: Callable[[TrainingModule], Path]) -> None:
+    def __init__(self, recipe: Recipe, progress: Progress, peak_flops: float, saver: Saver) -> None:
         self.throughput = Throughput()
         self.rows: list[Row] = []
-        self.save_failed = ""
         self._recipe = recipe
         self._progress = progress
         self._peak_flops = peak_flops
-        self._save = save
-        self._saved_step = -1
+        self._saver = saver
         self._pending: Row | None = None
+        self._last_row: Row = {}
         self._model_flops_per_token = 0.0
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -51,6 +48,9 @@ class BetweenSteps(Callback):
         module, train = _module(pl_module), self._recipe.train
         outcome = module.last
         assert outcome is not None
+        self._saver.report()
+        if outcome.step == module.start_step + 1:
+            self._saver.prepare(module)
         last = outcome.step >= train.max_steps or module.stop.decided
         validates = bool(train.val_every) and not module.stop.decided and (outcome.step % train.val_every == 0 or last)
         if validates:
@@ -102,15 +102,16 @@ class BetweenSteps(Callback):
         module, every = _module(pl_module), self._recipe.train.save_every
         step = trainer.global_step
         if every and step % every == 0 and step > module.start_step:
-            self._checkpoint(module)
+            self._checkpoint(module, last=False)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """The last step is over."""
         self._flush(trainer)
         module = _module(pl_module)
         self._progress.close()
-        if self._recipe.train.save_every and self._saved_step != trainer.global_step > module.start_step:
-            self._checkpoint(module)
+        if self._recipe.train.save_every and trainer.global_step > module.start_step and not self._saver.has_saved(trainer.global_step):
+            self._checkpoint(module, last=True)
+        self._saver.close()
         module.stop.ignore()
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
@@ -126,28 +127,22 @@ class BetweenSteps(Callback):
         row, self._pending = self._pending, None
         if row is None:
             return
+        self._last_row = row
         self.rows.append(row)
         values = {key: value for key, value in row.items() if key != "step"}
         for logger in trainer.loggers:
             logger.log_metrics(values, step=row["step"])
 
-    def _checkpoint(self, module: TrainingModule) -> None:
+    def _checkpoint(self, module: TrainingModule, last: bool) -> None:
         outcome = module.last
         if outcome is not None and not outcome.skipped and not math.isfinite(float(outcome.grad_norm)):
             raise RunError(
                 f"step {outcome.step}: gradient norm is {float(outcome.grad_norm)}; not saved, so that a resume starts before it"
             )
+        row = self._last_row if self._last_row.get("step") == module.global_step else {}
+        metrics: dict[str, float] = {name: float(row[name]) for name in ("loss", "val_loss") if name in row}
         with self.throughput.paused():
-            try:
-                path = self._save(module)
-            except RunError as error:
-                # The run is worth more than this checkpoint; the next one may succeed.
-                self.save_failed = str(error)
-                print(f"fw: warning: {error}", file=sys.stderr) if module.strategy.is_global_zero else None
-                return
-            self.save_failed = ""
-            self._saved_step = module.trainer.global_step
-            self._progress.say(f"step {self._saved_step}: saved {path}")
+            self._saver.save(module, metrics, last)
 
 
 def _module(module: pl.LightningModule) -> TrainingModule:

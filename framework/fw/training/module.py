@@ -14,6 +14,7 @@ from fw.kinds.checkpoint import Reader
 from fw.kinds.data import Corpus
 from fw.recipe import Recipe
 from fw.training import run_dir
+from fw.training.rng import restore_rng
 from fw.training.stop import StopRequest
 from fw.training.strategy import MeshStrategy
 
@@ -155,19 +156,3 @@ class TrainingModule(pl.LightningModule):
         total, count = self.strategy.sum_on_host(local)
         self.val_loss = total / count if count else None
         self._val_sums = []
-
-
-def rng_state(device: torch.device) -> dict[str, Tensor]:
-    """The states of torch's default generators, uint8."""
-    state = {"cpu": torch.get_rng_state()}
-    if device.type == "cuda":
-        state["cuda"] = torch.cuda.get_rng_state(device)
-    return state
-
-
-def restore_rng(state: dict[str, Tensor], device: torch.device) -> None:
-    """Take back what :func:`rng_state` gave; a rank the checkpoint does not know keeps its own seed."""
-    if "cpu" in state:
-        torch.set_rng_state(state["cpu"])
-    if "cuda" in state and device.type == "cuda":
-        torch.cuda.set_rng_state(state["cuda"], device)

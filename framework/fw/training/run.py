@@ -19,8 +19,9 @@ import torch
 
 from fw import config as configuration
 from fw.assemble import check
+from fw.checkpointing.ranks import OneRank
 from fw.config import Config
-from fw.errors import EXIT_FAILED, EXIT_OK, FwError, RunError, UserError
+from fw.errors import EXIT_FAILED, EXIT_OK, EXIT_REQUEUE, FwError, RunError, UserError
 from fw.kinds.checkpoint import Reader
 from fw.kinds.data import Corpus
 from fw.launching import outcome
@@ -29,7 +30,7 @@ from fw.launching.peers import peer_error
 from fw.launching.stacks import Watch, answer_when_asked
 from fw.meter.flops import peak_flops
 from fw.recipe import Recipe, World, current_world, resolve
-from fw.training import checkpoints, finish, run_dir
+from fw.training import finish, resume, run_dir
 from fw.training.attempts import Attempts
 from fw.training.between_steps import BetweenSteps
 from fw.training.hang_watch import HangWatch
@@ -39,6 +40,7 @@ from fw.training.order import RankedBatches, StepOrder, loader
 from fw.training.progress import Progress
 from fw.training.same_start import SameStart
 from fw.training.same_tokenizer import foreign
+from fw.training.saving import Saver
 from fw.training.stop import StopRequest
 from fw.training.strategy import MeshStrategy, leave
 
@@ -75,7 +77,7 @@ def _launch(recipe: Recipe, files: Sequence[str], overrides: Sequence[str]) -> T
     """Start the ranks. What can be wrong is found here first, where it is said once, and the slow preparation is done once."""
     device = _device(recipe, World(local_size=recipe.launch.devices))
     use_interface(recipe.launch, False, recipe.config.origin(("launch", "interface")), {})  # only checked: the ranks use it
-    attempts = Attempts(recipe, check_input(recipe, device))
+    attempts = Attempts(recipe, check_input(recipe, device), _say)
     recipe.sharding.prepare(recipe.step_spec(device), _say)
     command = [sys.executable, "-m", "fw", "train", *files, *overrides]
     code = recipe.launcher.launch(command, recipe.launch, attempts.prepare)
@@ -95,7 +97,7 @@ def check_input(recipe: Recipe, device: torch.device | None = None) -> Reader | 
     """
     corpus, vocab_size = _open_data(recipe, say=_say)
     check(recipe, vocab_size, device or torch.device("cpu" if recipe.launch.accelerator == "cpu" else "cuda"))
-    return checkpoints.find(recipe, corpus)
+    return resume.find(recipe, corpus, OneRank(), _say)
 
 
 def _train_rank(recipe: Recipe, world: World) -> TrainResult:
@@ -106,40 +108,44 @@ def _train_rank(recipe: Recipe, world: World) -> TrainResult:
     corpus, vocab_size = _open_data(recipe, say=_say if world.is_first else _say_nothing)
     if not outcome.launched_by_fw():  # else the launching process has done so
         check(recipe, vocab_size, device)
-    checkpoint = checkpoints.find(recipe, corpus)
+    strategy = MeshStrategy(world, recipe.mesh_shape, device, recipe.launch.timeout)
+    strategy.join()
+    try:
+        return _train_joined(recipe, world, strategy, corpus, vocab_size)
+    finally:
+        leave()
+
+
+def _train_joined(recipe: Recipe, world: World, strategy: MeshStrategy, corpus: Corpus, vocab_size: int) -> TrainResult:
+    device = strategy.root_device
+    checkpoint = resume.find(recipe, corpus, strategy.ranks, _say if world.is_first else _say_nothing)
     torch.manual_seed((recipe.train.seed * 1_000_003 + world.rank) % 2**63)
     if recipe.launch.threads is not None:
         torch.set_num_threads(recipe.launch.threads)
     if checkpoint is not None and checkpoint.state()["step"] >= recipe.train.max_steps:
         if world.is_first:
-            _say(f"{checkpoint.path} is at step {checkpoint.state()['step']}, train.max_steps is {recipe.train.max_steps}: nothing to do")
+            _say(f"{checkpoint.place} is at step {checkpoint.state()['step']}, train.max_steps is {recipe.train.max_steps}: nothing to do")
         return TrainResult(EXIT_OK, recipe.run_dir)
     start_step = checkpoint.state()["step"] if checkpoint is not None else 0
     if world.is_first:
         if not outcome.launched_by_fw():
-            run_dir.make(recipe.run_dir, run_dir.continues(recipe.run_dir, checkpoint) or outcome.restarted_by_another())
+            run_dir.make(recipe.run_dir, run_dir.continues(recipe, checkpoint) or outcome.restarted_by_another())
+            run_dir.make_room(recipe, checkpoint)
         run_dir.describe(recipe, recipe.run_dir)
 
     if device.type == "cpu":
         keep_freed_memory()  # from here on: what data preparation frees is better given back
-    stop = StopRequest()
-    answer_when_asked()
+    progress = Progress(recipe.train.max_steps, shown=world.is_first)
     watch = Watch(recipe.launch.timeout, ends_process=world.launched)
-
-    def save(module: TrainingModule) -> Path:
-        watch.rest()
-        try:
-            return checkpoints.save(recipe, module)
-        finally:
-            watch.beat()
-
-    strategy = MeshStrategy(world, recipe.mesh_shape, device, recipe.launch.timeout)
+    parent = checkpoint.place.name if checkpoint is not None and run_dir.is_among(recipe.checkpoints, checkpoint.place) else None
+    saver = Saver(recipe, strategy.ranks, watch, parent, progress.say)
+    stop = StopRequest(recipe.checkpoint.config.grace, lambda: _give_up(recipe, saver, world.is_first))
+    answer_when_asked()
     module = TrainingModule(recipe, corpus, vocab_size, checkpoint, stop)
     if not outcome.launched_by_fw() and world.local_rank == 0:  # else the launching process has prepared this host
         module.prepare = lambda: recipe.sharding.prepare(recipe.step_spec(device), _say)
-    progress = Progress(recipe.train.max_steps, shown=world.is_first)
     compute = recipe.precision.policy().compute
-    between = BetweenSteps(recipe, progress, peak_flops(device, compute) * world.size, save)
+    between = BetweenSteps(recipe, progress, peak_flops(device, compute) * world.size, saver)
     loggers = [p.build(recipe.run_dir, recipe.config.name, start_step) for p in recipe.loggers] if world.is_first else []
     trainer = pl.Trainer(
         accelerator=device.type,
@@ -163,7 +169,7 @@ def _train_rank(recipe: Recipe, world: World) -> TrainResult:
         default_root_dir=recipe.run_dir,
     )
     if checkpoint is not None and world.is_first:
-        _say(f"resuming from {checkpoint.path} at step {start_step}")
+        _say(f"resuming from {checkpoint.place} at step {start_step}")
     pin = device.type == "cuda"
     replicas = recipe.replicas
     replica = world.rank * replicas // recipe.world_size
@@ -174,16 +180,20 @@ def _train_rank(recipe: Recipe, world: World) -> TrainResult:
         code, summary = stop.exit_code, {}
         if not stop.decided:
             summary = finish.finish(recipe, module, between, device)
-        elif world.is_first and not between.save_failed:
+        elif not recipe.train.save_every and code == EXIT_REQUEUE:  # which would say that it was saved
+            raise RunError(f"stopped after step {module.global_step}; nothing was saved, since train.save_every is 0")
+        elif world.is_first and not saver.failed:
             _say(_stopped(recipe, module.global_step))
-        if between.save_failed:
+        if saver.failed:
             ended = "stopped" if stop.decided else "finished"
-            raise RunError(f"training {ended}, but its last checkpoint was not written ({between.save_failed})")
+            raise RunError(f"training {ended}, but its last checkpoint was not written ({saver.failed})")
     except Exception as error:
         failure: Exception = error
         if lost := peer_error(error, recipe.launch.timeout):
             lost.__cause__ = error
             failure = lost
+        else:
+            saver.close()  # what was whole before the failure is worth keeping
         if outcome.launched_by_fw():  # before the process group is left, which may take its time
             code = error.exit_code if isinstance(error, FwError) else EXIT_FAILED
             outcome.leave_failure(failure, outcome.describe(failure), code)
@@ -193,7 +203,6 @@ def _train_rank(recipe: Recipe, world: World) -> TrainResult:
     finally:
         module.close()
         watch.rest()
-        leave()
     return TrainResult(_leave_outcome(code), recipe.run_dir, summary)
 
 
@@ -225,6 +234,17 @@ def _stopped(recipe: Recipe, step: int) -> str:
     if not recipe.train.save_every:
         return f"stopped after step {step}; nothing was saved, since train.save_every is 0"
     return f"stopped after step {step}; go on with resume=auto"
+
+
+def _give_up(recipe: Recipe, saver: Saver, says: bool) -> None:
+    """The time a preempted run had is over: end, with what is whole."""
+    saved = saver.saved
+    if saved is None and (found := recipe.checkpoint.found(recipe.checkpoints)):
+        saved = recipe.checkpoints / found[0]
+    if says:
+        went_on = f"the newest checkpoint is {saved}; go on with resume=auto" if saved is not None else "there is no checkpoint"
+        _say(f"not saved within checkpoint.grace={recipe.checkpoint.config.grace} s; {went_on}")
+    os._exit(_leave_outcome(EXIT_REQUEUE if saved is not None else EXIT_FAILED))
 
 
 def _leave_outcome(code: int) -> int:

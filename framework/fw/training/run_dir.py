@@ -11,6 +11,7 @@ from pathlib import Path
 from fw.config import to_yaml
 from fw.errors import UserError
 from fw.kinds.checkpoint import Reader
+from fw.place import Place
 from fw.recipe import Recipe
 
 METRICS = "metrics.csv"
@@ -40,9 +41,41 @@ def make(run_dir: Path, continues: bool) -> None:
         raise UserError(f"train.run_dir: {run_dir} cannot be used: {error.strerror}; give another train.run_dir") from None
 
 
-def continues(run_dir: Path, checkpoint: Reader | None) -> bool:
+def continues(recipe: Recipe, checkpoint: Reader | None) -> bool:
     """Whether a run from this checkpoint goes on in the directory it has."""
-    return checkpoint is not None and checkpoint.path.resolve().is_relative_to(run_dir.resolve())
+    if checkpoint is None:
+        return False
+    path = checkpoint.place.local
+    return is_among(recipe.checkpoints, checkpoint.place) or (path is not None and path.resolve().is_relative_to(recipe.run_dir.resolve()))
+
+
+def is_among(directory: Place, step: Place) -> bool:
+    """Whether a step is one of a directory of checkpoints."""
+    if directory.local is not None and step.local is not None:
+        return step.local.resolve().parent == directory.local.resolve()
+    return str(directory / step.name) == str(step)
+
+
+def make_room(recipe: Recipe, checkpoint: Reader | None) -> None:
+    """Make sure that the run's checkpoints have a place of their own, and clear what interrupted saves left there. Before any is written.
+
+    Raises:
+        UserError: the place holds the checkpoints of another run, or cannot be used.
+    """
+    directory, plugin = recipe.checkpoints, recipe.checkpoint
+    where = f"{recipe.config.origin(('checkpoint', 'to'))}: checkpoint.to"
+    try:
+        if (
+            plugin.config.to
+            and not (checkpoint is not None and is_among(directory, checkpoint.place))
+            and (found := plugin.found(directory))
+        ):
+            raise UserError(
+                f"{where}: {directory} holds another run's checkpoints ({found[0]}); resume=auto goes on with them, else give another"
+            )
+        plugin.clean(directory)
+    except OSError as error:
+        raise UserError(f"{where}: {directory} cannot be used: {error.strerror or error}") from None
 
 
 def describe(recipe: Recipe, directory: Path) -> None:

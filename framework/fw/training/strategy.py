@@ -16,6 +16,8 @@ from pytorch_lightning.strategies import ParallelStrategy
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from fw.checkpointing.ranks import GlooRanks, OneRank
+from fw.kinds.checkpoint import Ranks
 from fw.launching.outcome import restarted_by_another
 from fw.recipe import World
 
@@ -38,6 +40,8 @@ class MeshStrategy(ParallelStrategy):
         self._device = device
         self._timeout = datetime.timedelta(seconds=timeout_seconds)
         self.mesh: DeviceMesh | None = None
+        self.ranks: Ranks = OneRank()
+        """Those that save and verify together, once joined."""
 
     @property
     def root_device(self) -> torch.device:
@@ -52,15 +56,23 @@ class MeshStrategy(ParallelStrategy):
     def setup_environment(self) -> None:
         """Join the process group and build the mesh."""
         super().setup_environment()
+        self.join()
         if self._mesh_shape and self.mesh is None:
-            if not dist.is_initialized():
-                backend = "cpu:gloo,cuda:nccl" if self._device.type == "cuda" else "gloo"
-                store = self._store()
-                global joined
-                joined = True
-                dist.init_process_group(backend, store=store, rank=self._world.rank, world_size=self._world.size, timeout=self._timeout)
             names, sizes = tuple(self._mesh_shape), tuple(self._mesh_shape.values())
             self.mesh = init_device_mesh(self._device.type, sizes, mesh_dim_names=names)
+
+    def join(self) -> None:
+        """Join the process group, unless this rank is in it already. Collective."""
+        if self._mesh_shape and not dist.is_initialized():
+            if self._device.type == "cuda":
+                torch.cuda.set_device(self._device)
+            backend = "cpu:gloo,cuda:nccl" if self._device.type == "cuda" else "gloo"
+            store = self._store()
+            global joined
+            joined = True
+            dist.init_process_group(backend, store=store, rank=self._world.rank, world_size=self._world.size, timeout=self._timeout)
+            if self._world.size > 1:
+                self.ranks = GlooRanks(self._timeout)
 
     def _store(self) -> dist.Store | None:  # type: ignore[name-defined]
         """Where the ranks meet; None for what the environment says."""

@@ -3,39 +3,38 @@
 from __future__ import annotations
 
 import json
-import shutil
-from collections.abc import Iterator, Mapping
+import tempfile
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from fw.checkpointing import commit
-from fw.checkpointing.stream import Digest, SafetensorsWriter, index, split
+from fw.checkpointing.manifest import Digest, Manifest, damages, hash_file, read_manifest, strangers, write_manifest
+from fw.checkpointing.pieces import Layout
+from fw.checkpointing.placed import PlacedTensors
+from fw.checkpointing.retention import Written, superfluous
+from fw.checkpointing.state import RNG, STATE, read_rng
 from fw.checkpointing.tensor_files import TensorFiles, weights_for
+from fw.checkpointing.writing import Writing, distinct
 from fw.config import parse_size
 from fw.errors import RunError, UserError
-from fw.kinds.checkpoint import CheckpointPlugin, Gathered, Part, Reader, Snapshot
+from fw.kinds.checkpoint import Beat, CheckpointOptions, CheckpointPlugin, Ranks, Reader, Snapshot
 from fw.kinds.model import CausalLM, Give
-
-STATE = "trainer.json"
-RNG = "rng.safetensors"
+from fw.place import Place
 
 
 @dataclass
-class SafetensorsConfig:
-    """How large the files are."""
+class SafetensorsConfig(CheckpointOptions):
+    """Where checkpoints go, when they are written, which stay, and how large their files are."""
 
     max_shard_size: str = "5GiB"
-    """A file is closed before it grows beyond this; a tensor lies in one file. While saving, a rank holds one whole tensor more."""
+    """A file is closed before it grows beyond this; a tensor lies in one file. While saving, a rank holds up to two whole tensors more."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if parse_size(self.max_shard_size) < 1:
             raise UserError(f"checkpoint.max_shard_size: {self.max_shard_size} is too small")
 
@@ -47,173 +46,154 @@ class SafetensorsCheckpoint(CheckpointPlugin):
     Config = SafetensorsConfig
     config: SafetensorsConfig
 
-    def save(self, directory: Path, snapshot: Snapshot) -> Path:
-        """Write a step directory; every rank writes the files assigned to it."""
-        rank, ranks = _rank()
-        final = directory / f"step-{snapshot.step:08d}"
-        temporary = final.with_name(f"{final.name}.tmp")
-        problem = ""
-        digests: dict[str, Digest] = {}
-        if rank == 0:
-            try:
-                for left_over in directory.glob("step-*.tmp"):
-                    shutil.rmtree(left_over, ignore_errors=True)
-                temporary.mkdir(parents=True)
-            except OSError as error:
-                problem = _describe(temporary, error)
-        _agree(problem, temporary)
+    def __init__(self, config: SafetensorsConfig) -> None:
+        super().__init__(config)
+        self._layout: Layout | None = None
 
-        optimizer = {name: Part(tensor) for name, tensor in snapshot.optimizer.items()}
-        for stem, tensors in (("model", snapshot.weights), ("optimizer", optimizer)):
-            try:
-                files = split(tensors, stem, parse_size(self.config.max_shard_size))
-                digests |= _write_files(temporary, files, tensors, rank, ranks)
-                if rank == 0 and len(files) > 1:
-                    (temporary / f"{stem}.safetensors.index.json").write_text(json.dumps(index(files, tensors), indent=1))
-            except OSError as error:
-                problem = _describe(temporary, error)
-            _agree(problem, temporary)
+    def save(self, directory: Place, snapshot: Snapshot, ranks: Ranks) -> Place:
+        """Write a step directory; every rank writes the files assigned to it, two at a time."""
+        name = commit.step_name(snapshot.step)
+        what = f"checkpoint {directory / name} not written"
+        try:
+            return self._save(directory, name, snapshot, ranks, what)
+        except RunError as error:
+            raise RunError(f"{error}; what was there before is untouched") from error
 
-        rngs = _gather({f"rank{rank}.{name}": tensor for name, tensor in snapshot.rng.items()})
-        all_digests = _gather(digests)
-        if rank == 0:
-            try:
-                save_file({k: v for part in rngs for k, v in part.items()}, temporary / RNG)
-                (temporary / STATE).write_text(json.dumps(dict(snapshot.state), indent=1) + "\n")
-                snapshot.write_files(temporary)
-                known = {name: digest for part in all_digests for name, digest in part.items()}
-                commit.write_manifest(temporary, known, {"step": snapshot.step, "world_size": ranks})
-                commit.publish(temporary, final)
-            except Exception as error:  # libraries that write for us raise errors of their own kinds; the other ranks must hear of any
-                problem = _describe(temporary, error)
-        _agree(problem, temporary)
-        return final
+    def _save(self, directory: Place, name: str, snapshot: Snapshot, ranks: Ranks, what: str) -> Place:
+        if self._layout is None or self._layout.ranks is not ranks:
+            self._layout = Layout(ranks)
+        layout = self._layout
+        first = ranks.rank == 0
+        written = commit.draft(directory, name)
 
-    def latest(self, directory: Path) -> Path | None:
-        """Where ``latest`` points, else the last whole step directory."""
-        link = directory / "latest"
-        if (link / commit.MANIFEST).is_file():
-            return link.resolve()
-        steps = sorted(p for p in directory.glob("step-*") if p.suffix != ".tmp" and (p / commit.MANIFEST).is_file())
-        return steps[-1] if steps else None
+        def begin(beat: Beat) -> None:
+            if first:
+                commit.begin(directory, name)
 
-    def open(self, path: Path) -> Reader:
-        """Check the manifest and open the files for mapping."""
-        if not path.is_dir():
-            raise UserError(f"{path} is no checkpoint: no such directory")
-        return SafetensorsReader(path.resolve())
+        def write(beat: Beat) -> tuple[dict[str, Digest], Mapping[str, Any]]:
+            digests = writing.run(written, beat)
+            if first:
+                beat("writing what belongs to the tensors")
+                for file, data in writing.indices().items():
+                    written.write(file, data)
+                written.write(STATE, _json(snapshot.state))
+                _write_beside(snapshot, written)
+            return digests, snapshot.rng
+
+        def end(beat: Beat) -> None:
+            if first:
+                beat("writing the manifest")
+                written.write(RNG, _json({str(rank): rng for rank, (_, rng) in enumerate(parts)}))
+                files = {file: digest for digests, _ in parts for file, digest in digests.items()}
+                for file in written.files():
+                    if file not in files:
+                        files[file] = hash_file(written, file)
+                        beat()
+                facts = {
+                    "step": snapshot.step,
+                    "number": commit.next_number(directory),
+                    "parent": snapshot.parent,
+                    "world_size": ranks.size,
+                    "mesh": dict(snapshot.mesh),
+                    "metrics": dict(snapshot.metrics),
+                }
+                write_manifest(written, files, facts)
+                commit.publish(directory, written, name)
+
+        try:
+            ranks.together(what, begin)
+            layout.update(distinct(snapshot.tensors))
+            writing = Writing(snapshot.tensors, layout, ranks, parse_size(self.config.max_shard_size))
+            parts = ranks.together(what, write)
+            ranks.together(what, end)
+        except RunError:
+            if first:
+                commit.discard(directory, name)
+            raise
+        return directory / name
+
+    def found(self, directory: Place) -> list[str]:
+        """The one written last, what its run had come by, then the others."""
+        return commit.history(directory)
+
+    def open(self, step: Place) -> Reader:
+        """Check the manifest; files are opened when they are asked for."""
+        if step.local is not None and not step.local.is_dir():
+            raise UserError(f"{step} is no checkpoint: no such directory")
+        return SafetensorsReader(step)
+
+    def clean(self, directory: Place) -> None:
+        """What interrupted saves left."""
+        commit.clean(directory)
+
+    def prune(self, directory: Place, keep: CheckpointOptions) -> list[str]:
+        """By what manifests say; a damaged one is not counted, and stays."""
+        return prune(directory, keep)
 
 
-def _write_files(directory: Path, files: Mapping[str, list[str]], tensors: Mapping[str, Part], rank: int, ranks: int) -> dict[str, Digest]:
-    """Write this rank's files. Gathering is collective, so a rank whose disk fails goes on gathering and reports at the end."""
-    digests: dict[str, Digest] = {}
-    failure: OSError | None = None
-    gathered: tuple[Tensor | Gathered | None, Tensor | None] = None, None
-    for number, (file, names) in enumerate(files.items()):
-        writer = None
-        if number % ranks == rank and failure is None:
-            try:
-                writer = SafetensorsWriter(directory / file, {name: tensors[name] for name in names})
-            except OSError as error:
-                failure = error
-        for name in names:
-            part = tensors[name]
-            if part.tensor is not gathered[0]:  # the experts of a stack come one after another and are gathered together
-                whole = part.tensor.full_tensor() if isinstance(part.tensor, DTensor | Gathered) else part.tensor
-                gathered = part.tensor, whole
-            if writer is not None and failure is None and gathered[1] is not None:
-                try:
-                    writer.write(part.whole(gathered[1]))
-                except OSError as error:
-                    failure = error
-        if writer is not None:
-            try:
-                writer.close()
-                digests[file] = writer.digest
-            except OSError as error:
-                failure = failure or error
-    if failure is not None:
-        raise failure
-    return digests
+def prune(directory: Place, keep: CheckpointOptions, dry_run: bool = False) -> list[str]:
+    """Remove what the options do not ask to keep.
+
+    Raises:
+        OSError: it cannot be removed.
+    """
+    manifests: dict[str, Manifest] = {}
+    for name in commit.steps(directory):
+        try:
+            manifests[name] = read_manifest(directory / name)
+        except UserError:
+            continue
+    ordered = sorted(manifests, key=lambda name: (manifests[name].facts.get("number", 0), name))
+    written = [Written(name, int(manifests[name].facts["step"]), manifests[name].facts.get("metrics", {})) for name in ordered]
+    names = superfluous(written, keep, commit.latest(directory))
+    for name in [] if dry_run else names:
+        commit.remove(directory, name)
+    return names
+
+
+def _json(value: Any) -> bytes:
+    return (json.dumps(value, indent=1) + "\n").encode()
+
+
+def _write_beside(snapshot: Snapshot, written: Place) -> None:
+    """Configuration and tokenizer, which only know how to write to a directory."""
+    with tempfile.TemporaryDirectory(prefix="fw-") as made:
+        snapshot.write_files(Path(made))
+        for path in sorted(Path(made).rglob("*")):
+            if path.is_file():
+                written.write(path.relative_to(made).as_posix(), path.read_bytes())
 
 
 class SafetensorsReader(Reader):
-    """Reads slices from memory-mapped files."""
+    """Reads slices: of mapped files where they are local, else by requests for the bytes."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        commit.read_manifest(path)
+    def __init__(self, place: Place) -> None:
+        self.place = place
+        self.manifest = read_manifest(place)
+        self.identity = self.manifest.digest
 
-    def verify(self) -> None:
-        """Compare every file with the manifest's digests."""
-        commit.verify(self.path)
+    def damages(self, share: tuple[int, int] = (0, 1), progress: Callable[[int], object] = lambda count: None) -> list[str]:
+        """Compares every file with the manifest, the largest dealt out first."""
+        rank, ranks = share
+        by_size = sorted(self.manifest.files, key=lambda name: (-self.manifest.files[name].size, name))
+        found = damages(self.place, self.manifest, by_size[rank::ranks], progress)
+        if rank == 0:
+            found += [f"{name} is not one of its files" for name in strangers(self.place, self.manifest)]
+        return found
 
     def weights(self, model: CausalLM) -> Give:
         """All of the model and nothing else must be in the files."""
-        return weights_for(TensorFiles(self.path), model)
+        return weights_for(TensorFiles(self.place), model)
 
     def optimizer(self, parameters: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Every tensor, placed like its parameter where it has that shape."""
-        return _PlacedTensors(TensorFiles(self.path, "optimizer"), parameters)
+        return PlacedTensors(TensorFiles(self.place, "optimizer"), parameters)
 
     def state(self) -> dict[str, Any]:
         """The trainer's JSON."""
-        state: dict[str, Any] = json.loads((self.path / STATE).read_text())
+        state: dict[str, Any] = json.loads(self.place.read(STATE))
         return state
 
-    def rng(self, rank: int) -> dict[str, Tensor]:
+    def rng(self, rank: int) -> dict[str, Any]:
         """Generator states of a rank."""
-        prefix = f"rank{rank}."
-        with safe_open(self.path / RNG, framework="pt") as file:
-            return {name[len(prefix) :]: file.get_tensor(name) for name in file.keys() if name.startswith(prefix)}  # noqa: SIM118
-
-
-class _PlacedTensors(Mapping[str, Tensor]):
-    """Tensors of a directory by ``<parameter>/<key>``, read when they are looked up."""
-
-    def __init__(self, files: TensorFiles, parameters: Mapping[str, Tensor]) -> None:
-        self._files, self._parameters = files, parameters
-        for path in files.where:
-            if (name := path.rpartition("/")[0]) not in parameters:
-                raise RunError(f"{files.directory}: optimizer state of '{name}', which the model does not have")
-
-    def __getitem__(self, path: str) -> Tensor:
-        if path not in self._files.where:
-            raise KeyError(path)
-        parameter = self._parameters[path.rpartition("/")[0]]
-        if self._files.shape(path) != tuple(parameter.shape):
-            return self._files.whole(path).to(parameter.device)
-        tensor = torch.empty_like(parameter, dtype=self._files.dtype(path), requires_grad=False)
-        self._files.fill(path, Part(tensor))
-        return tensor
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._files.where)
-
-    def __len__(self) -> int:
-        return len(self._files.where)
-
-
-def _rank() -> tuple[int, int]:
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-
-
-def _gather(value: Any) -> list[Any]:
-    if not dist.is_initialized():
-        return [value]
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
-
-
-def _describe(path: Path, error: Exception) -> str:
-    return f"{path}: {getattr(error, 'strerror', None) or error}"
-
-
-def _agree(problem: str, temporary: Path) -> None:
-    """End the save on every rank if it failed on any, and give back the space it took."""
-    problems = [p for p in _gather(problem) if p]
-    if problems:
-        if _rank()[0] == 0:
-            shutil.rmtree(temporary, ignore_errors=True)
-        raise RunError(f"checkpoint not written: {problems[0]}; what was there before is untouched")
+        return read_rng(self.place, rank)

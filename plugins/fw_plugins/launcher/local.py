@@ -29,7 +29,7 @@ from fw.launching.fate import Fate
 from fw_plugins.launcher import rendezvous as meeting
 from fw_plugins.launcher.agent import RankAgent
 
-_STOP_SIGNALS = {signal.SIGINT: EXIT_INTERRUPTED, signal.SIGTERM: EXIT_REQUEUE}
+_STOP_SIGNALS = {signal.SIGINT: EXIT_INTERRUPTED, signal.SIGTERM: EXIT_REQUEUE, signal.SIGUSR1: EXIT_REQUEUE}
 
 
 class _StoppedBeforeRanks(Exception):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -43,6 +44,7 @@ class Flats:
         self._base = engine.basic_optimizer
         self._stage3 = hasattr(self._zero, "fp32_partitioned_groups_flat")
         self.shapes = shapes
+        self._reading = threading.Lock()
         names = {id(p): name for name, p in named}
         zero = self._zero
         if self._stage3:
@@ -107,12 +109,10 @@ class Flats:
         """A single number of the state; all flat tensors have the same."""
         return float(self._base.state[self._tensors[0]][key])
 
-    def piece(self, name: str, key: str | None) -> Tensor | None:
-        """This rank's piece of a parameter's master weight, or of its state ``key``; None where it has none. A copy."""
-        if name not in self.where:
-            return None
+    def piece(self, name: str, key: str | None) -> Tensor:
+        """This rank's piece of a parameter's master weight, or of its state ``key``. A copy; any thread may ask for it."""
         group, fragment = self.where[name]
-        with self.opened(group) as (flat, state):
+        with self._reading, self.opened(group) as (flat, state):
             return fragment.within((flat if key is None else state[key]).detach()).clone()
 
 

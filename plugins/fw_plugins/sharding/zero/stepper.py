@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fw.errors import RunError
-from fw.kinds.checkpoint import Gathered
+from fw.kinds.checkpoint import Kept, Piece
 from fw.kinds.model import Give
 from fw.kinds.sharding import Stepper, StepResult, StepSpec
 from fw_plugins.sharding.zero import disk
@@ -104,21 +104,21 @@ class ZeroStepper(Stepper):
                     fragment.within(flat.data).copy_(fragment.of(whole))
         flats.publish()
 
-    def weights(self) -> dict[str, Tensor | Gathered]:
+    def weights(self) -> dict[str, Tensor | Kept]:
         """The master weights, put together one after another."""
-        return {name: _Whole(self._flats, name, None) for name, _ in self._named}
+        return {name: _Fragmented(self._flats, name, None) for name, _ in self._named}
 
     def placements(self) -> dict[str, Tensor]:
         """Whole tensors on the host, of which pieces are taken; no storage."""
         return {name: torch.empty(()).expand(shape) for name, shape in self._flats.shapes.items()}
 
-    def optimizer_tensors(self) -> dict[str, Tensor | Gathered]:
+    def optimizer_tensors(self) -> dict[str, Tensor | Kept]:
         """State shaped like the parameters is put together when it is written; single numbers are each parameter's."""
         shaped, numbers = self._flats.state_keys()
-        found: dict[str, Tensor | Gathered] = {}
+        found: dict[str, Tensor | Kept] = {}
         for name, _ in self._named:
             found |= {f"{name}/{key}": torch.tensor(self._flats.number(key)) for key in numbers}
-            found |= {f"{name}/{key}": _Whole(self._flats, name, key) for key in shaped}
+            found |= {f"{name}/{key}": _Fragmented(self._flats, name, key) for key in shaped}
         return found
 
     def load_optimizer_tensors(self, tensors: Mapping[str, Tensor]) -> None:
@@ -189,17 +189,16 @@ def _replay(adam: Any, steps: int) -> None:
         adam.ds_opt_adam.adam_update(adam.opt_id, step, 0.0, *group["betas"], group["eps"], 0.0, group["bias_correction"], *tensors)
 
 
-class _Whole(Gathered):
-    """A parameter's master weight, or of its optimizer state ``key``, out of the ranks' pieces."""
+class _Fragmented(Kept):
+    """A parameter's master weight, or its optimizer state ``key``, of which each rank keeps a range."""
 
     def __init__(self, flats: Flats, name: str, key: str | None) -> None:
         self.shape, self.dtype = flats.shapes[name], flats.dtype
         self._flats, self._name, self._key = flats, name, key
 
-    def full_tensor(self) -> Tensor:
-        """Each element is some rank's; the others add zero."""
-        whole = torch.zeros(self.shape, dtype=self.dtype, device=self._flats.device)
-        if (piece := self._flats.piece(self._name, self._key)) is not None:
-            self._flats.where[self._name][1].of(whole).copy_(piece)
-        dist.all_reduce(whole)
-        return whole
+    def piece(self) -> Piece | None:
+        """This rank's range of the flattened parameter."""
+        if self._name not in self._flats.where:
+            return None
+        fragment = self._flats.where[self._name][1]
+        return Piece(slice(fragment.start, fragment.start + fragment.size), lambda: self._flats.piece(self._name, self._key))

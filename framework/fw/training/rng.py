@@ -1,0 +1,51 @@
+"""The random generators of a rank, taken along into its checkpoints."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fw.checkpointing.state import decode, encode
+
+
+def rng_state(device: torch.device) -> dict[str, Any]:
+    """The states of the default generators of torch, numpy and Python, as JSON."""
+    state_of_numpy = np.random.get_state(legacy=True)
+    assert isinstance(state_of_numpy, tuple)
+    name, keys, position, has_gauss, gauss = state_of_numpy
+    version, numbers, next_gauss = random.getstate()
+    state: dict[str, Any] = {
+        "cpu": _encoded(torch.get_rng_state()),
+        "numpy": [name, encode(np.asarray(keys).tobytes()), int(position), int(has_gauss), float(gauss)],
+        "python": [version, encode(np.array(numbers, dtype=np.uint32).tobytes()), next_gauss],
+    }
+    if device.type == "cuda":
+        state["cuda"] = _encoded(torch.cuda.get_rng_state(device))
+    return state
+
+
+def restore_rng(state: Mapping[str, Any], device: torch.device) -> None:
+    """Take back what :func:`rng_state` gave; a rank the checkpoint does not know keeps its own seed."""
+    if "cpu" in state:
+        torch.set_rng_state(_decoded(state["cpu"]))
+    if "cuda" in state and device.type == "cuda":
+        torch.cuda.set_rng_state(_decoded(state["cuda"]), device)
+    if "numpy" in state:
+        name, keys, *more = state["numpy"]
+        np.random.set_state((name, np.frombuffer(decode(keys), dtype=np.uint32), *more))
+    if "python" in state:
+        version, numbers, gauss = state["python"]
+        random.setstate((version, tuple(np.frombuffer(decode(numbers), dtype=np.uint32).tolist()), gauss))
+
+
+def _encoded(state: Tensor) -> str:
+    return encode(state.numpy().tobytes())
+
+
+def _decoded(text: str) -> Tensor:
+    return torch.frombuffer(bytearray(decode(text)), dtype=torch.uint8)

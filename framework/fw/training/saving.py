@@ -1,0 +1,160 @@
+"""When a checkpoint is written, and what training waits for."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+
+from fw.checkpointing.staging import Stage
+from fw.errors import RunError
+from fw.kinds.checkpoint import Ranks, Snapshot
+from fw.launching.stacks import Watch
+from fw.place import Place
+from fw.recipe import Recipe
+from fw.training.module import TrainingModule
+from fw.training.snapshot import snapshot, tensors
+
+
+class Saver:
+    """Saves a run, at once or while training goes on. All methods but :meth:`report` are collective.
+
+    A save that fails ends nothing: the run is worth more than this checkpoint, and the next one may succeed.
+
+    Args:
+        parent: name of the checkpoint of this directory that the run goes on from, if it does.
+        say: prints a line, on the first rank.
+    """
+
+    def __init__(self, recipe: Recipe, ranks: Ranks, watch: Watch, parent: str | None, say: Callable[[str], None]) -> None:
+        self.failed = ""
+        """Why the last checkpoint was not written; empty where it was."""
+        self.saved: Place | None = None
+        """The last checkpoint that this run has written."""
+        self.stall_seconds: list[float] = []
+        """For each checkpoint, how long training waited for it."""
+        self._recipe, self._ranks, self._watch, self._say = recipe, ranks, watch, say
+        self._options = recipe.checkpoint.config
+        self._parent = parent
+        self._stage = Stage(ranks) if self._options.asynchronous else None
+        self._pending: _Pending | None = None
+        self._last_step = -1
+
+    def has_saved(self, step: int) -> bool:
+        """Whether the run as it stands after ``step`` is saved, or about to be."""
+        return self._last_step == step and not self.failed
+
+    def prepare(self, module: TrainingModule) -> None:
+        """Get the memory that saving in the background needs, once optimizer state is there."""
+        if self._stage is not None:
+            self._stage.reserve(tensors(module))
+
+    def save(self, module: TrainingModule, metrics: Mapping[str, float], last: bool) -> None:
+        """Save the run as it stands.
+
+        Args:
+            last: nothing comes after it; it is neither left out nor left to the background.
+        """
+        begun = time.monotonic()
+        step = module.global_step
+        if not self._is_free(step, module, last):
+            return
+        self._watch.rest()
+        try:
+            made = snapshot(self._recipe, module, metrics, self._parent)
+            if self._stage is None or last:
+                self._pending = _Pending(step, lambda: self._write(made))
+                self._pending.run()
+                self.report()
+            else:
+                staged = self._stage.copy(made)
+                self._pending = _Pending(step, lambda: self._write(staged))
+                self._pending.start()
+        finally:
+            self._watch.beat()
+            self._last_step = step
+            self.stall_seconds.append(time.monotonic() - begun)
+
+    def _is_free(self, step: int, module: TrainingModule, last: bool) -> bool:
+        """Whether there is nothing being written any more, waiting for it if that is the policy."""
+        pending = self._pending
+        (busy,) = module.strategy.max_on_host([float(pending is not None and pending.is_running())])
+        if busy and pending is not None:
+            if self._options.when_busy == "skip" and not last:
+                self._say(f"step {step}: not saved, step {pending.step} is still being written (checkpoint.when_busy=skip)")
+                return False
+            begun = time.monotonic()
+            self._watch.rest()
+            pending.wait()
+            self._watch.beat()
+            if not last:
+                self._say(f"step {step}: waited {time.monotonic() - begun:.1f} s for the checkpoint of step {pending.step}")
+        self.report()
+        return True
+
+    def _write(self, made: Snapshot) -> Place:
+        recipe, directory = self._recipe, self._recipe.checkpoints
+        place = recipe.checkpoint.save(directory, made, self._ranks)
+        self._parent = place.name
+        if self._ranks.rank == 0:
+            try:
+                recipe.checkpoint.prune(directory, self._options)
+            except OSError as error:
+                print(f"fw: warning: older checkpoints in {directory} were not removed: {error.strerror or error}", file=sys.stderr)
+        return place
+
+    def report(self) -> None:
+        """Say how a save ended, once it has."""
+        pending = self._pending
+        if pending is None or pending.is_running():
+            return
+        self._pending = None
+        if isinstance(pending.error, RunError):
+            self.failed = str(pending.error)
+            if self._ranks.rank == 0:
+                print(f"fw: warning: {pending.error}", file=sys.stderr)
+        elif pending.error is not None:
+            raise pending.error
+        else:
+            self.failed, self.saved = "", pending.place
+            self._say(f"step {pending.step}: saved {pending.place}")
+
+    def close(self) -> None:
+        """Finish what is being written."""
+        if self._pending is not None:
+            self._watch.rest()
+            self._pending.wait()
+            self.report()
+
+
+class _Pending:
+    """A save that is done here, or in a thread."""
+
+    def __init__(self, step: int, write: Callable[[], Place]) -> None:
+        self.step = step
+        self.place: Place | None = None
+        self.error: Exception | None = None
+        self._write = write
+        self._done = threading.Event()
+
+    def run(self) -> None:
+        """Here and now."""
+        try:
+            self.place = self._write()
+        except Exception as error:
+            self.error = error
+        finally:
+            self._done.set()
+
+    def start(self) -> None:
+        """In a thread that the end of the process waits for."""
+        threading.Thread(target=self.run, name=f"save step {self.step}").start()
+
+    def is_running(self) -> bool:
+        """Whether it is not over yet."""
+        return not self._done.is_set()
+
+    def wait(self) -> None:
+        """Until it is over."""
+        self._done.wait()

@@ -1,0 +1,71 @@
+"""What a run puts into its checkpoints."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from fw.kinds.checkpoint import Part, Snapshot, parts
+from fw.recipe import Recipe
+from fw.training import run_dir
+from fw.training.module import TrainingModule
+from fw.training.resume import must_agree
+from fw.training.rng import rng_state
+from fw.training.same_tokenizer import misread
+
+GENERATION = "generation_config.json"
+
+
+def tensors(module: TrainingModule) -> dict[str, dict[str, Part]]:
+    """The groups of tensors of a run as it stands."""
+    stepper, model = module.assembly.stepper, module.assembly.model
+    kept = {**{name: tensor.detach() for name, tensor in model.stored().items()}, **stepper.weights()}
+    return {
+        "model": parts(model, kept),
+        "optimizer": {name: Part(tensor) for name, tensor in stepper.optimizer_tensors().items()},
+    }
+
+
+def snapshot(recipe: Recipe, module: TrainingModule, metrics: Mapping[str, float], parent: str | None) -> Snapshot:
+    """A run as it stands.
+
+    Args:
+        metrics: of this step.
+        parent: the checkpoint before this one.
+    """
+
+    def write_files(directory: Path) -> None:
+        hf = {**module.assembly.model.hf_config(), "dtype": str(recipe.precision.policy().parameters).removeprefix("torch.")}
+        tokenizer = module.corpus.tokenizer
+        for key, token_id in (("bos_token_id", tokenizer.bos_id), ("eos_token_id", tokenizer.eos_id)):
+            if hf.get(key) is None:
+                hf[key] = token_id
+        (directory / "config.json").write_text(json.dumps(hf, indent=1) + "\n")
+        tokenizer.save(directory)
+        if note := misread(directory, tokenizer):
+            print(f"fw: warning: {note.replace(str(directory), 'the checkpoint')}", file=sys.stderr)
+        if recipe.model.weights is not None and (recipe.model.weights / GENERATION).is_file():
+            shutil.copyfile(recipe.model.weights / GENERATION, directory / GENERATION)
+        run_dir.describe(recipe, directory)
+
+    return Snapshot(
+        step=module.global_step,
+        tensors=tensors(module),
+        rng=rng_state(module.strategy.root_device),
+        state={
+            "step": module.global_step,
+            "tokens": module.tokens_seen,
+            "scalars": module.assembly.stepper.scalars(),
+            "data": module.corpus.fingerprint,
+            "loader": {"samples_seen": module.samples_seen},
+            "schedule": {"name": recipe.names["schedule"][0], "factor": recipe.schedule.factor(module.global_step, recipe.train.max_steps)},
+            "must_agree": {setting: value for setting, (value, _) in must_agree(recipe).items()},
+        },
+        write_files=write_files,
+        mesh=dict(recipe.mesh_shape),
+        metrics=metrics,
+        parent=parent,
+    )
