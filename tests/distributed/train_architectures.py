@@ -7,6 +7,7 @@ torchrun --nproc-per-node 2 train_architectures.py DIRECTORY ...
 from __future__ import annotations
 
 import sys
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -14,9 +15,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from fw.assemble import Assembly, assemble, check
+from fw.checkpointing.ranks import GlooRanks
 from fw.config import load
-from fw.kinds.checkpoint import Snapshot, parts
+from fw.kinds.checkpoint import Part, Snapshot, parts
 from fw.kinds.data import IGNORED
+from fw.place import place
 from fw.pretrained.load import write_json
 from fw.recipe import Recipe, World, current_world, resolve
 from fw.training.strategy import leave
@@ -67,6 +70,7 @@ def check_equal(path: str, alone: list[float], together: list[float]) -> None:
 
 def main() -> None:
     dist.init_process_group("gloo")
+    ranks = GlooRanks(timedelta(seconds=60))
     for path in sys.argv[1:]:
         name = "hf" if "hf-" in path else "auto"
         alone, _, _ = train(path, name, "single", World())
@@ -85,8 +89,9 @@ def main() -> None:
             check_equal(f"{path} tensor", alone, train(path, name, "{name: fsdp, tensor: 2}", current_world())[0])
             check_equal(f"{path} context", alone, train(path, name, "{name: fsdp, context: 2}", current_world())[0])
 
-        snapshot = Snapshot(STEPS, weights, made.stepper.optimizer_tensors(), {}, {}, files)
-        saved = recipe.checkpoint.save(Path(path) / "trained", snapshot)
+        optimizer = {name: Part(tensor) for name, tensor in made.stepper.optimizer_tensors().items()}
+        snapshot = Snapshot(STEPS, {"model": weights, "optimizer": optimizer}, {}, {}, files)
+        saved = recipe.checkpoint.save(place(Path(path) / "trained"), snapshot, ranks)
         # And read again, into shards.
         before = {n: p.full_tensor().clone() for n, p in made.model.named_parameters()}
         for parameter in made.model.parameters():

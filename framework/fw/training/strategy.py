@@ -62,8 +62,10 @@ class MeshStrategy(ParallelStrategy):
             self.mesh = init_device_mesh(self._device.type, sizes, mesh_dim_names=names)
 
     def join(self) -> None:
-        """Join the process group, unless this rank is in it already. Collective."""
-        if self._mesh_shape and not dist.is_initialized():
+        """Join the process group, unless this rank is in one already, and the groups that saving has of its own. Collective."""
+        if not self._mesh_shape:
+            return
+        if not dist.is_initialized():
             if self._device.type == "cuda":
                 torch.cuda.set_device(self._device)
             backend = "cpu:gloo,cuda:nccl" if self._device.type == "cuda" else "gloo"
@@ -71,8 +73,8 @@ class MeshStrategy(ParallelStrategy):
             global joined
             joined = True
             dist.init_process_group(backend, store=store, rank=self._world.rank, world_size=self._world.size, timeout=self._timeout)
-            if self._world.size > 1:
-                self.ranks = GlooRanks(self._timeout)
+        if self._world.size > 1 and self.ranks.size == 1:
+            self.ranks = GlooRanks(self._timeout)
 
     def _store(self) -> dist.Store | None:  # type: ignore[name-defined]
         """Where the ranks meet; None for what the environment says."""
