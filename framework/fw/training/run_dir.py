@@ -18,6 +18,7 @@ METRICS = "metrics.csv"
 SUMMARY = "summary.json"
 REPORT = "report.html"
 CHECKPOINTS = "checkpoints"
+_PROBE = ".writable"
 _TRACES = ("config.resolved.yaml", METRICS, CHECKPOINTS)
 
 
@@ -64,18 +65,17 @@ def make_room(recipe: Recipe, checkpoint: Reader | None) -> None:
     """
     directory, plugin = recipe.checkpoints, recipe.checkpoint
     where = f"{recipe.config.origin(('checkpoint', 'to'))}: checkpoint.to"
+    own = checkpoint is not None and is_among(directory, checkpoint.place)
     try:
-        if (
-            plugin.config.to
-            and not (checkpoint is not None and is_among(directory, checkpoint.place))
-            and (found := plugin.found(directory))
-        ):
-            raise UserError(
-                f"{where}: {directory} holds another run's checkpoints ({found[0]}); resume=auto goes on with them, else give another"
-            )
+        if plugin.config.to and not own and (found := plugin.found(directory)):
+            what = f"{directory} holds another run's checkpoints (the newest is {found[0]})"
+            raise UserError(f"{where}: {what}; resume=auto goes on with them, else give another place")
         plugin.clean(directory)
+        if recipe.train.save_every:
+            directory.write(_PROBE, b"")  # better now than after the first hours
+            directory.remove(_PROBE)
     except OSError as error:
-        raise UserError(f"{where}: {directory} cannot be used: {error.strerror or error}") from None
+        raise UserError(f"{where}: {directory} cannot be written: {error.strerror or error}") from None
 
 
 def describe(recipe: Recipe, directory: Path) -> None:
