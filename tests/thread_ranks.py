@@ -66,7 +66,7 @@ class Quiet(Beat):
 
     failed = False
 
-    def __call__(self, doing: str = "") -> None:
+    def __call__(self, doing: str = "", size: int = 0) -> None:
         """Nobody listens."""
 
 

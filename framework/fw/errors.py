@@ -5,6 +5,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+_SAID = 300
+
 EXIT_OK = 0
 EXIT_FAILED = 1
 EXIT_USER = 2
@@ -38,3 +40,12 @@ def did_you_mean(word: str, candidates: Iterable[str]) -> str:
     """`` (did you mean 'x'?)`` for the closest candidate, or an empty string where none is close."""
     close = difflib.get_close_matches(word, sorted(candidates), n=1, cutoff=0.6)
     return f"; did you mean '{close[0]}'?" if close else ""
+
+
+def describe(error: BaseException) -> str:
+    """An error in a line: our own sentence, the system's word on a file, or the class and what it says."""
+    if isinstance(error, FwError):
+        return str(error)
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:_SAID]}"

@@ -230,11 +230,10 @@ class RemotePlace(Place):
         try:
             yield
         except OSError as error:
-            if error.strerror is None and error.errno is None:
-                raise type(error)(errno.EIO, str(error) or type(error).__name__) from error
-            raise
+            raise type(error)(error.errno or errno.EIO, error.strerror or str(error) or type(error).__name__, str(self)) from error
         except Exception as error:
-            raise OSError(errno.EIO, f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}") from error
+            text = (str(error).strip().splitlines() or [""])[0]
+            raise OSError(errno.EIO, f"{type(error).__name__}: {text}", str(self)) from error
 
 
 class _Remote:

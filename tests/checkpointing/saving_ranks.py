@@ -44,9 +44,9 @@ def dies(beat: Beat) -> None:
 def works(beat: Beat) -> int:
     for source in range(SIZE):
         for to in range(SIZE):
-            if source != to and RANK == source:
+            if source != to and source == RANK:
                 ranks.send(torch.full((1000,), float(RANK)), to, tag=to)
-            elif source != to and RANK == to:
+            elif source != to and to == RANK:
                 got = torch.empty(1000)
                 ranks.receive(got, source, tag=to)
                 assert bool((got == source).all())

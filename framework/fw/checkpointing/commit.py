@@ -135,6 +135,21 @@ def history(directory: Place) -> list[str]:
     return found
 
 
+def steps_at(where: Place) -> list[Place]:
+    """The checkpoints that a place means: itself, or those in it or in its ``checkpoints``, the one to go on from first.
+
+    Raises:
+        UserError: there are none.
+    """
+    if where.has(MANIFEST):
+        return [where]
+    for directory in (where, where / "checkpoints"):
+        if names := history(directory):
+            return [directory / name for name in names]
+    missing = where.local is not None and not where.local.exists()
+    raise UserError(f"{where}: no such directory" if missing else f"{where} holds no checkpoint: neither {MANIFEST} nor step directories")
+
+
 def next_number(directory: Place) -> int:
     """What the next checkpoint's ``number`` is."""
     numbers = [0]

@@ -19,6 +19,7 @@ MANIFEST = "manifest.json"
 FORMAT = 2
 """1: random states in ``rng.safetensors``, and a digest of the manifest's values rather than of its bytes."""
 
+_STEP = re.compile(r"step-(\d+)")
 _BLANK = "0" * 64
 _TAIL = re.compile(rb'"sha256": "([0-9a-f]{64})"\n}\n\Z')
 _BLOCK = 1 << 22
@@ -87,6 +88,8 @@ def read_manifest(directory: Place) -> Manifest:
         raise UserError(f"{directory} is no whole checkpoint: its {MANIFEST} does not match its own digest")
     if newer:
         raise NewerFormatError(f"{directory} has checkpoint format {version}, this fw reads up to {FORMAT}; upgrade fw")
+    if (named := _STEP.fullmatch(directory.name)) and body.get("step", int(named[1])) != int(named[1]):
+        raise UserError(f"{directory} is no whole checkpoint: its {MANIFEST} is that of step {body['step']}")
     return Manifest(version, files, own, body)
 
 

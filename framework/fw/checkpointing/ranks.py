@@ -11,13 +11,11 @@ from typing import Any, Generic, TypeVar
 import torch.distributed as dist
 from torch import Tensor
 
-from fw.errors import FwError, RunError
+from fw.errors import RunError, describe
 from fw.kinds.checkpoint import Beat, Ranks
 
 T = TypeVar("T")
 _ROUND_SECONDS = 1.0
-_SAID = 300
-"""Characters of an error that its peers hear."""
 
 
 class _Progress(Beat):
@@ -26,7 +24,7 @@ class _Progress(Beat):
         self.doing = ""
         self._failed = threading.Event()
 
-    def __call__(self, doing: str = "") -> None:
+    def __call__(self, doing: str = "", size: int = 0) -> None:
         self.count += 1
         self.doing = doing or self.doing
 
@@ -151,14 +149,5 @@ class _Result(Generic[T]):
             self.done.set()
 
 
-def describe(error: BaseException) -> str:
-    """An error in a line that its peers can print."""
-    if isinstance(error, FwError):
-        return str(error)
-    if isinstance(error, OSError):
-        return f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error.strerror or error)
-    return f"{type(error).__name__}: {_first_line(error)}"
-
-
 def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [""])[0][:_SAID]
+    return (str(error).strip().splitlines() or [""])[0]

@@ -6,7 +6,11 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from fw.checkpointing import commit
+from fw.checkpointing.manifest import Manifest, read_manifest
+from fw.errors import UserError
 from fw.kinds.checkpoint import CheckpointOptions
+from fw.place import Place
 
 
 @dataclass(frozen=True)
@@ -36,3 +40,23 @@ def superfluous(written: Sequence[Written], keep: CheckpointOptions, needed: str
         measured.sort(key=lambda checkpoint: sign * checkpoint.metrics[keep.metric])  # of equals, the older one is the better
         stay |= {checkpoint.name for checkpoint in measured[: keep.keep_best]}
     return [checkpoint.name for checkpoint in written if checkpoint.name not in stay]
+
+
+def prune(directory: Place, keep: CheckpointOptions, dry_run: bool = False) -> list[str]:
+    """Remove what the options do not ask to keep.
+
+    Raises:
+        OSError: it cannot be removed.
+    """
+    manifests: dict[str, Manifest] = {}
+    for name in commit.steps(directory):
+        try:
+            manifests[name] = read_manifest(directory / name)
+        except UserError:
+            continue
+    ordered = sorted(manifests, key=lambda name: (manifests[name].facts.get("number", 0), name))
+    written = [Written(name, int(manifests[name].facts["step"]), manifests[name].facts.get("metrics", {})) for name in ordered]
+    names = superfluous(written, keep, commit.latest(directory))
+    for name in [] if dry_run else names:
+        commit.remove(directory, name)
+    return names

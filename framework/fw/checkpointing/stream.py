@@ -59,13 +59,15 @@ class SafetensorsWriter:
     Args:
         directory: of the file.
         tensors: names, shapes and dtypes; the values are given to :meth:`write`.
-        beat: called after each block.
+        wrote: hears of the bytes of each block.
 
     Raises:
         OSError: from here and all methods: it cannot be written.
     """
 
-    def __init__(self, directory: Place | Path, name: str, tensors: Mapping[str, Sized], beat: Callable[[], object] = lambda: None) -> None:
+    def __init__(
+        self, directory: Place | Path, name: str, tensors: Mapping[str, Sized], wrote: Callable[[int], object] = lambda count: None
+    ) -> None:
         header: dict[str, object] = {"__metadata__": {"format": "pt"}}
         offset = 0
         for key, tensor in tensors.items():
@@ -74,7 +76,7 @@ class SafetensorsWriter:
             offset = end
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
-        self._hash, self._size, self._beat = hashlib.sha256(), 0, beat
+        self._hash, self._size, self._wrote = hashlib.sha256(), 0, wrote
         self._hasher = ThreadPoolExecutor(1, thread_name_prefix="hash")
         self._place = place(directory)
         self._file = self._place.create(name)
@@ -92,7 +94,7 @@ class SafetensorsWriter:
             finally:
                 hashed.result()
             self._size += len(block)
-            self._beat()
+            self._wrote(len(block))
 
     def write(self, tensor: Tensor) -> None:
         """Append the next tensor, whole."""

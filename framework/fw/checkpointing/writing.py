@@ -122,9 +122,13 @@ class Writing:
     def _write(self, directory: Place, lane: Sequence[tuple[str, list[_Turn]]], beat: Beat) -> dict[str, Digest]:
         digests: dict[str, Digest] = {}
         attempt, pieces = _UntilFailure(beat), _Pieces()
+
+        def wrote(count: int) -> None:
+            beat(size=count)
+
         for file, turns in lane:
             beat(f"writing {file}")
-            writer = attempt(SafetensorsWriter, directory, file, {turn.name: turn.part for turn in turns}, beat)
+            writer = attempt(SafetensorsWriter, directory, file, {turn.name: turn.part for turn in turns}, wrote)
             for turn in turns:
                 whole = self._whole(turn, pieces, attempt)
                 if writer is not None and whole is not None:

@@ -125,8 +125,8 @@ class NewerFormatError(UserError):
 class Beat(Protocol):
     """How a rank at work tells its peers that it comes on."""
 
-    def __call__(self, doing: str = "") -> None:
-        """Something was done; ``doing`` says what comes next."""
+    def __call__(self, doing: str = "", size: int = 0) -> None:
+        """Something was done, ``size`` bytes written; ``doing`` says what comes next."""
 
     @property
     def failed(self) -> bool:

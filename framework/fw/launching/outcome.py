@@ -9,6 +9,7 @@ import traceback
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from fw import errors
 from fw.errors import FwError, PeerError
 
 OUTCOME_DIR = "FW_OUTCOME_DIR"
@@ -73,10 +74,8 @@ def leave_failure(error: BaseException, message: str, exit_code: int) -> None:
 
 def describe(error: BaseException) -> str:
     """The sentence that the command line prints for an error."""
-    if isinstance(error, FwError):
-        return str(error)
-    first_line = (str(error).splitlines() or [""])[0]
-    return f"{type(error).__name__}: {first_line} (unexpected; --debug shows the traceback)"
+    foreseen = isinstance(error, FwError) or (isinstance(error, OSError) and error.strerror)
+    return errors.describe(error) + ("" if foreseen else " (unexpected; --debug shows the traceback)")
 
 
 def failure_of(directory: Path, rank: int) -> Failure | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,13 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fw.checkpointing import commit
 from fw.checkpointing.manifest import MANIFEST, read_manifest
 from fw.checkpointing.stream import DTYPES
 from fw.checkpointing.tensor_files import TensorFiles
 from fw.config import parse_size
 from fw.errors import UserError
 from fw.locate import CONFIG, find
-from fw.place import place
+from fw.place import Place, place
 from fw.pretrained.directory import read_config
 from fw.pretrained.load import new_directory, write_json, write_weights
 from fw.pretrained.reading import plugin_name
@@ -62,7 +62,7 @@ def export(source: str | Path, to: str | Path, dtype: str | None = None, max_sha
     max_bytes = parse_size(max_shard_size)
     if max_bytes < 1:
         raise UserError(f"--max-shard-size {max_shard_size} is too small")
-    directory = find(source)
+    directory = locate(source)
     config = read_config(directory)
     files = TensorFiles(directory)
     wanted = DTYPE_NAMES[dtype] if dtype else None
@@ -77,11 +77,10 @@ def export(source: str | Path, to: str | Path, dtype: str | None = None, max_sha
 
     with new_directory(Path(to)) as made:
         write_weights(made, tensors, value, max_bytes)
-        for name in _COPIED:
-            if (directory / name).is_dir():
-                shutil.copytree(directory / name, made / name)
-            elif (directory / name).is_file():
-                shutil.copyfile(directory / name, made / name)
+        for name in directory.files():
+            if name.split("/")[0] in _COPIED:
+                (made / name).parent.mkdir(exist_ok=True)
+                (made / name).write_bytes(directory.read(name))
         if wanted is not None:
             config = {**{k: v for k, v in config.items() if k != "torch_dtype"}, "dtype": str(wanted).removeprefix("torch.")}
         write_json(made / CONFIG, config)
@@ -94,7 +93,7 @@ def describe(directory: str | Path) -> dict[str, Any]:
     Raises:
         UserError: it holds no model.
     """
-    found = find(directory)
+    found = locate(directory)
     config = read_config(found)
     files = TensorFiles(found)
     parameters = 0
@@ -108,8 +107,8 @@ def describe(directory: str | Path) -> dict[str, Any]:
             entry["tensors"] += 1
             entry["bytes"] += count * dtype.itemsize
     training = None
-    if (found / MANIFEST).is_file():
-        manifest = read_manifest(place(found))
+    if found.has(MANIFEST):
+        manifest = read_manifest(found)
         training = {"format": manifest.format} | {key: manifest.facts.get(key) for key in ("step", "world_size", "mesh", "metrics")}
     return {
         "directory": str(found),
@@ -119,6 +118,13 @@ def describe(directory: str | Path) -> dict[str, Any]:
         "tensors": len(files.where),
         "dtypes": dtypes,
         "shards": shards,
-        "tokenizer": (found / _TOKENIZER).is_file(),
+        "tokenizer": found.has(_TOKENIZER),
         "training": training,
     }
+
+
+def locate(source: str | Path) -> Place:
+    """The model directory that a path, a hub repository or a URL means."""
+    if "://" in str(source):
+        return commit.steps_at(place(source))[0]
+    return place(find(source))

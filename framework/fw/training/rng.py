@@ -13,6 +13,13 @@ from torch import Tensor
 from fw.checkpointing.state import decode, encode
 
 
+def seed_all(seed: int) -> None:
+    """Seed the default generators of torch, numpy and Python."""
+    torch.manual_seed(seed % 2**63)
+    np.random.seed(seed % 2**32)
+    random.seed(seed)
+
+
 def rng_state(device: torch.device) -> dict[str, Any]:
     """The states of the default generators of torch, numpy and Python, as JSON."""
     state_of_numpy = np.random.get_state(legacy=True)

@@ -38,6 +38,7 @@ from fw.training.host_allocator import keep_freed_memory
 from fw.training.module import TrainingModule
 from fw.training.order import RankedBatches, StepOrder, loader
 from fw.training.progress import Progress
+from fw.training.rng import seed_all
 from fw.training.same_start import SameStart
 from fw.training.same_tokenizer import foreign
 from fw.training.saving import Saver
@@ -119,7 +120,7 @@ def _train_rank(recipe: Recipe, world: World) -> TrainResult:
 def _train_joined(recipe: Recipe, world: World, strategy: MeshStrategy, corpus: Corpus, vocab_size: int) -> TrainResult:
     device = strategy.root_device
     checkpoint = resume.find(recipe, corpus, strategy.ranks, _say if world.is_first else _say_nothing)
-    torch.manual_seed((recipe.train.seed * 1_000_003 + world.rank) % 2**63)
+    seed_all(recipe.train.seed * 1_000_003 + world.rank)
     if recipe.launch.threads is not None:
         torch.set_num_threads(recipe.launch.threads)
     if checkpoint is not None and checkpoint.state()["step"] >= recipe.train.max_steps:

@@ -12,10 +12,10 @@ from typing import Any
 from torch import Tensor
 
 from fw.checkpointing import commit
-from fw.checkpointing.manifest import Digest, Manifest, damages, hash_file, read_manifest, strangers, write_manifest
+from fw.checkpointing.manifest import Digest, damages, hash_file, read_manifest, strangers, write_manifest
 from fw.checkpointing.pieces import Layout
 from fw.checkpointing.placed import PlacedTensors
-from fw.checkpointing.retention import Written, superfluous
+from fw.checkpointing.retention import prune
 from fw.checkpointing.state import RNG, STATE, read_rng
 from fw.checkpointing.tensor_files import TensorFiles, weights_for
 from fw.checkpointing.writing import Writing, distinct
@@ -129,26 +129,6 @@ class SafetensorsCheckpoint(CheckpointPlugin):
     def prune(self, directory: Place, keep: CheckpointOptions) -> list[str]:
         """By what manifests say; a damaged one is not counted, and stays."""
         return prune(directory, keep)
-
-
-def prune(directory: Place, keep: CheckpointOptions, dry_run: bool = False) -> list[str]:
-    """Remove what the options do not ask to keep.
-
-    Raises:
-        OSError: it cannot be removed.
-    """
-    manifests: dict[str, Manifest] = {}
-    for name in commit.steps(directory):
-        try:
-            manifests[name] = read_manifest(directory / name)
-        except UserError:
-            continue
-    ordered = sorted(manifests, key=lambda name: (manifests[name].facts.get("number", 0), name))
-    written = [Written(name, int(manifests[name].facts["step"]), manifests[name].facts.get("metrics", {})) for name in ordered]
-    names = superfluous(written, keep, commit.latest(directory))
-    for name in [] if dry_run else names:
-        commit.remove(directory, name)
-    return names
 
 
 def _json(value: Any) -> bytes:

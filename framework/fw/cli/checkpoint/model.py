@@ -1,22 +1,19 @@
-"""Inspect a checkpoint or model directory, or export one as a Hugging Face model directory."""
+"""Actions on the model in a checkpoint or in a model directory."""
 
 from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Mapping
 from typing import Any
 
-EXAMPLES = """examples:
-  fw checkpoint inspect runs/quickstart
-  fw checkpoint export runs/quickstart --to exported --dtype bf16"""
 
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The actions ``inspect`` and ``export``."""
-    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+def add_actions(actions: Any) -> None:
+    """``inspect`` and ``export``."""
     inspect = actions.add_parser("inspect", help="architecture, parameters, dtypes and files; no weights are read")
     inspect.add_argument("directory", metavar="DIR", help="run directory, step directory or model directory")
     inspect.add_argument("--json", action="store_true", help="print JSON, sizes in bytes")
+    inspect.set_defaults(act=_inspect)
     export = actions.add_parser(
         "export", help="write a model directory: config.json, tokenizer, safetensors; nothing of the trainer's state"
     )
@@ -24,11 +21,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     export.add_argument("--to", metavar="DIR", required=True, help="directory to make; it must not exist, or be empty")
     export.add_argument("--dtype", metavar="DTYPE", help="bf16, fp16 or fp32; the stored one if not given")
     export.add_argument("--max-shard-size", metavar="SIZE", default="5GiB", help="a file is closed before it grows beyond this (5GiB)")
-
-
-def run(options: argparse.Namespace) -> int:
-    """Dispatch."""
-    return _inspect(options) if options.action == "inspect" else _export(options)
+    export.add_argument("--json", action="store_true", help="print JSON, sizes in bytes")
+    export.set_defaults(act=_export)
 
 
 def _export(options: argparse.Namespace) -> int:
@@ -37,6 +31,9 @@ def _export(options: argparse.Namespace) -> int:
 
     files = export(options.source, options.to, options.dtype, options.max_shard_size)
     total = sum(size for _, size in files)
+    if options.json:
+        print(json.dumps({"directory": options.to, "files": dict(files)}, indent=1))
+        return 0
     print(f"{options.to}: {len(files)} file{'s' * (len(files) > 1)} of weights, {format_size(total)}")
     return 0
 
@@ -65,9 +62,13 @@ def _inspect(options: argparse.Namespace) -> int:
     ]
     if found["training"]:
         training = found["training"]
-        lines.append(
-            ("training state", f"step {training['step']:,}, written by {training['world_size']} rank(s), format {training['format']}")
-        )
+        written = f"written by {training['world_size']} rank(s){_mesh(training['mesh'])}, format {training['format']}"
+        lines.append(("training state", f"step {training['step']:,}, {written}"))
+        lines += [(f"  {name}", f"{value:.4f}") for name, value in (training["metrics"] or {}).items()]
     width = max(len(label) for label, _ in lines)
     print("\n".join(f"{label:<{width}}  {value}" for label, value in lines))
     return 0
+
+
+def _mesh(mesh: Mapping[str, int] | None) -> str:
+    return f" ({', '.join(f'{name} {size}' for name, size in mesh.items())})" if mesh else ""
