@@ -282,12 +282,12 @@ import sys, threading
 from fw_plugins.checkpoint.safetensors import SafetensorsCheckpoint
 save = SafetensorsCheckpoint.save
 def stuck(self, directory, snapshot, ranks):
-    if snapshot.step > 2:
+    if snapshot.step > int(sys.argv[1]):
         threading.Event().wait()
     return save(self, directory, snapshot, ranks)
 SafetensorsCheckpoint.save = stuck
 from fw.cli import main
-main(sys.argv[1:]) and sys.exit(1)
+sys.exit(main(sys.argv[2:]))
 """
 
 
@@ -296,7 +296,9 @@ def test_a_preempted_run_ends_when_its_time_is_over(workspace, saved):
     every = 2 if saved else 100_000
     words = ["train", "tiny.yaml", "train.max_steps=100000", f"train.save_every={every}", "checkpoint.grace=2", "checkpoint.when_busy=skip"]
     more = ["checkpoint.asynchronous=true"] if saved else []
-    process = subprocess.Popen([sys.executable, "-c", GRACE, *words, *more], env=environment(), stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", GRACE, "2" if saved else "0", *words, *more], env=environment(), stderr=subprocess.PIPE, text=True
+    )
     assert process.stderr is not None
     lines = []
     for line in process.stderr:
