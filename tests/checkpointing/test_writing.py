@@ -109,7 +109,7 @@ def test_files_do_not_depend_on_who_keeps_what(tmp_path, ranks, max_bytes, stage
             stage = Stage(own)
             stage.reserve(tensors)
             for _ in range(2):  # the second time into the same memory
-                tensors = dict(stage.copy(Snapshot(1, tensors, {}, {}, lambda path: None)).tensors)
+                tensors = dict(stage.plan(tensors).run(Snapshot(1, tensors, {}, {}, lambda path: None)).tensors)
         layout = Layout(own)
         layout.update(distinct(tensors))
         writing = Writing(tensors, layout, own, max_bytes)
@@ -134,7 +134,7 @@ def test_files_do_not_depend_on_who_keeps_what(tmp_path, ranks, max_bytes, stage
 def test_what_is_staged_does_not_follow_the_original():
     def save(own: ThreadRanks):
         tensors = groups(1, lambda name, whole: whole)
-        copy = Stage(own).copy(Snapshot(1, tensors, {}, {}, lambda path: None)).tensors
+        copy = Stage(own).plan(tensors).run(Snapshot(1, tensors, {}, {}, lambda path: None)).tensors
         before = {name: part.tensor.clone() for name, part in tensors["model"].items()}
         for part in tensors["model"].values():
             part.tensor.zero_()

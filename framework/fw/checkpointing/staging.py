@@ -7,7 +7,8 @@ import dataclasses
 import functools
 import mmap
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -46,29 +47,14 @@ class Stage:
         self._growing.start()
         return total
 
-    def copy(self, snapshot: Snapshot) -> Snapshot:
-        """A snapshot that later changes of the tensors do not reach; valid until the next one is made. Collective."""
+    def plan(self, tensors: Mapping[str, Mapping[str, Part]]) -> Copying:
+        """What :meth:`Copying.run` will copy, in another thread if need be. Collective."""
         if self._growing is not None:
             self._growing.join()
             self._growing = None
-        offers, total = self._plan(snapshot.tensors)
+        offers, total = self._plan(tensors)
         self._grow(total)
-        staged: dict[int, Kept] = {}
-        offset = 0
-        for offer in offers:
-            piece = offer.piece
-            if piece is not None:
-                values = piece.read()
-                size = values.numel() * values.dtype.itemsize
-                target = self._memory[offset : offset + size].view(values.dtype).view(values.shape)
-                offset += -(-size // _ALIGNED) * _ALIGNED
-                self._transfer(values, target)
-                piece = Piece(piece.where, functools.partial(_same, target))
-            staged[id(offer.original)] = _Staged(offer.tensor, piece)
-        tensors = {
-            stem: {name: Part(staged[id(part.tensor)], part.of) for name, part in group.items()} for stem, group in snapshot.tensors.items()
-        }
-        return dataclasses.replace(snapshot, tensors=tensors)
+        return Copying(offers, self._memory, self._pinned)
 
     def _plan(self, tensors: Mapping[str, Mapping[str, Part]]) -> tuple[list[_Offer], int]:
         """What this rank gives of each tensor, and the bytes of it all."""
@@ -92,12 +78,51 @@ class Stage:
             self._memory = torch.empty(0, dtype=torch.uint8)  # before the larger one is asked for
             self._memory = _host_memory(total)
 
+
+class Copying:
+    """The copy of one snapshot's tensors. They must not change from when it is planned until it has run."""
+
+    def __init__(self, offers: Sequence[_Offer], memory: Tensor, pinned: list[Tensor]) -> None:
+        self._offers, self._memory, self._pinned = offers, memory, pinned
+        # Kernels that are under way on a GPU may still write what is to be copied.
+        self._written = torch.cuda.Event() if torch.cuda.is_initialized() else None
+        if self._written is not None:
+            self._written.record()
+
+    def run(self, snapshot: Snapshot) -> Snapshot:
+        """The snapshot with copies, which later changes do not reach; valid until the next plan is made."""
+        staged: dict[int, Kept] = {}
+        offset = 0
+        with self._stream():
+            for offer in self._offers:
+                piece = offer.piece
+                if piece is not None:
+                    values = piece.read()
+                    size = values.numel() * values.dtype.itemsize
+                    target = self._memory[offset : offset + size].view(values.dtype).view(values.shape)
+                    offset += -(-size // _ALIGNED) * _ALIGNED
+                    self._transfer(values, target)
+                    piece = Piece(piece.where, functools.partial(_same, target))
+                staged[id(offer.original)] = _Staged(offer.tensor, piece)
+        tensors = {
+            stem: {name: Part(staged[id(part.tensor)], part.of) for name, part in group.items()} for stem, group in snapshot.tensors.items()
+        }
+        return dataclasses.replace(snapshot, tensors=tensors)
+
+    def _stream(self) -> AbstractContextManager[object]:
+        """A stream of its own on a GPU, so that copies run beside the next step's kernels and not after them."""
+        if self._written is None:
+            return nullcontext()
+        stream = torch.cuda.Stream()
+        stream.wait_event(self._written)
+        return torch.cuda.stream(stream)
+
     def _transfer(self, values: Tensor, target: Tensor) -> None:
         if values.device.type != "cuda":
             target.copy_(values)
             return
         if not self._pinned:
-            self._pinned = [torch.empty(_PINNED_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+            self._pinned += [torch.empty(_PINNED_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
         source, host = values.contiguous().reshape(-1).view(torch.uint8), target.reshape(-1).view(torch.uint8)
         waiting: list[tuple[torch.cuda.Event, Tensor, Tensor]] = []
         for number, start in enumerate(range(0, source.numel(), _PINNED_BYTES)):

@@ -51,6 +51,8 @@ class TrainingModule(pl.LightningModule):
         self.val_loss: float | None = None
         self.prepare: Callable[[], None] = lambda: None
         """Called on each rank before it assembles, while the others wait: what one rank of a host does for all."""
+        self.before_update: Callable[[], None] = lambda: None
+        """Called on each rank when a step is about to change weights and optimizer state."""
         self._vocab_size = vocab_size
         self._checkpoint = checkpoint
         self._assembly: Assembly | None = None
@@ -124,6 +126,7 @@ class TrainingModule(pl.LightningModule):
                 stepper.backward(loss)
             loss_parts.append(loss.detach())
         lr_factor = recipe.schedule.factor(step, recipe.train.max_steps)
+        self.before_update()
         result = stepper.step(lr_factor)
         # Lightning counts optimizer steps itself only through its own optimizer wrapper.
         progress = self.trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress

@@ -143,6 +143,7 @@ def _train_joined(recipe: Recipe, world: World, strategy: MeshStrategy, corpus: 
     stop = StopRequest(recipe.checkpoint.config.grace, lambda: _give_up(recipe, saver, world.is_first))
     answer_when_asked()
     module = TrainingModule(recipe, corpus, vocab_size, checkpoint, stop)
+    module.before_update = saver.before_update
     if not outcome.launched_by_fw() and world.local_rank == 0:  # else the launching process has prepared this host
         module.prepare = lambda: recipe.sharding.prepare(recipe.step_spec(device), _say)
     compute = recipe.precision.policy().compute

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 
-from fw.checkpointing.staging import Stage
+from fw.checkpointing.staging import Copying, Stage
 from fw.errors import RunError
 from fw.kinds.checkpoint import Ranks, Snapshot
 from fw.launching.stacks import Watch
@@ -32,8 +32,8 @@ class Saver:
         """Why the last checkpoint was not written; empty where it was."""
         self.saved: Place | None = None
         """The last checkpoint that this run has written."""
-        self.stall_seconds: list[float] = []
-        """For each checkpoint, how long training waited for it."""
+        self.times: list[tuple[float, float]] = []
+        """For each checkpoint: seconds it took, and for how many of them training waited."""
         self._recipe, self._ranks, self._watch, self._say = recipe, ranks, watch, say
         self._options = recipe.checkpoint.config
         self._parent = parent
@@ -56,8 +56,8 @@ class Saver:
         Args:
             last: nothing comes after it; it is neither left out nor left to the background.
         """
-        begun = time.monotonic()
         step = module.global_step
+        begun = time.monotonic()
         if not self._is_free(step, module, last):
             return
         self._watch.rest()
@@ -66,15 +66,34 @@ class Saver:
             if self._stage is None or last:
                 self._pending = _Pending(step, lambda: self._write(made))
                 self._pending.run()
-                self.report()
             else:
-                staged = self._stage.copy(made)
-                self._pending = _Pending(step, lambda: self._write(staged))
+                copying = self._stage.plan(made.tensors)
+                self._pending = pending = _Pending(step, lambda: self._write(self._copied(copying, made, pending)))
                 self._pending.start()
         finally:
             self._watch.beat()
             self._last_step = step
-            self.stall_seconds.append(time.monotonic() - begun)
+        self._pending.stall_seconds = time.monotonic() - begun
+        self.report()
+
+    def before_update(self) -> None:
+        """Weights and optimizer state are about to change: wait until what is to be saved of them has been copied. Not collective.
+
+        Between two updates a step only reads them, so that copying goes on beside its forward and backward.
+        """
+        pending = self._pending
+        if pending is not None and not pending.copied.is_set():
+            begun = time.monotonic()
+            pending.copied.wait()
+            pending.stall_seconds += time.monotonic() - begun
+
+    def _copied(self, copying: Copying, made: Snapshot, pending: _Pending) -> Snapshot:
+        found: list[Snapshot] = []
+        try:
+            self._ranks.together(f"checkpoint of step {made.step} not written", lambda beat: found.append(copying.run(made)))
+        finally:
+            pending.copied.set()
+        return found[0]
 
     def _is_free(self, step: int, module: TrainingModule, last: bool) -> bool:
         """Whether there is nothing being written any more, waiting for it if that is the policy."""
@@ -118,7 +137,9 @@ class Saver:
             raise pending.error
         else:
             self.failed, self.saved = "", pending.place
-            self._say(f"step {pending.step}: saved {pending.place}")
+            self.times.append((pending.seconds, pending.stall_seconds))
+            waited = f" (training waited {pending.stall_seconds:.2f} of {pending.seconds:.2f} s)" if self._stage is not None else ""
+            self._say(f"step {pending.step}: saved {pending.place}{waited}")
 
     def close(self) -> None:
         """Finish what is being written."""
@@ -135,16 +156,25 @@ class _Pending:
         self.step = step
         self.place: Place | None = None
         self.error: Exception | None = None
+        self.copied = threading.Event()
+        """What is to be saved does not depend on the tensors any more."""
+        self.stall_seconds = 0.0
+        """For which training waited."""
+        self.seconds = 0.0
+        """From the beginning to the end."""
         self._write = write
         self._done = threading.Event()
 
     def run(self) -> None:
         """Here and now."""
+        begun = time.monotonic()
         try:
             self.place = self._write()
         except Exception as error:
             self.error = error
         finally:
+            self.seconds = time.monotonic() - begun
+            self.copied.set()
             self._done.set()
 
     def start(self) -> None:

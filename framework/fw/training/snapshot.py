@@ -8,6 +8,8 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from torch import nn
+
 from fw.kinds.checkpoint import Part, Snapshot, parts
 from fw.recipe import Recipe
 from fw.training import run_dir
@@ -22,7 +24,9 @@ GENERATION = "generation_config.json"
 def tensors(module: TrainingModule) -> dict[str, dict[str, Part]]:
     """The groups of tensors of a run as it stands."""
     stepper, model = module.assembly.stepper, module.assembly.model
-    kept = {**{name: tensor.detach() for name, tensor in model.stored().items()}, **stepper.weights()}
+    # A buffer is copied: while a step's tensors are still being saved, the next forward may change it.
+    stored = {name: tensor.detach() if isinstance(tensor, nn.Parameter) else tensor.clone() for name, tensor in model.stored().items()}
+    kept = {**stored, **stepper.weights()}
     return {
         "model": parts(model, kept),
         "optimizer": {name: Part(tensor) for name, tensor in stepper.optimizer_tensors().items()},
