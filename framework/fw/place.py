@@ -43,6 +43,11 @@ class Place(ABC):
     def files(self) -> dict[str, int]:
         """Sizes in bytes of all files inside, at any depth."""
 
+    def make(self) -> None:
+        """Make the directory, where there are directories."""
+        if self.local is not None:
+            self.local.mkdir(parents=True, exist_ok=True)
+
     @abstractmethod
     def has(self, name: str) -> bool:
         """Whether there is such a file."""
@@ -132,9 +137,10 @@ class LocalPlace(Place):
         return cast(BinaryIO, (self._path / name).open("rb", buffering=0))
 
     def create(self, name: str) -> BinaryIO:
-        """Directories in between are made."""
+        """Directories in between are made; the place itself must be there (on a disk that ranks do not share it is not)."""
         path = self._path / name
-        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.parent != self._path and self._path.is_dir():
+            path.parent.mkdir(parents=True, exist_ok=True)
         return cast(BinaryIO, path.open("wb", buffering=0))
 
     def finish(self, file: BinaryIO) -> None:

@@ -43,8 +43,7 @@ def begin(directory: Place, name: str) -> None:
         return
     made = draft(directory, name)
     made.remove()
-    assert made.local is not None
-    made.local.mkdir(parents=True)
+    made.make()
 
 
 def publish(directory: Place, written: Place, name: str) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from fw.errors import UserError
+from fw.errors import RunError, UserError
 from fw.kinds.checkpoint import Beat, NewerFormatError, Ranks, Reader
 from fw.kinds.data import Corpus
 from fw.launching.outcome import RESUME_FROM, launched_by_fw, restarted_by_another
@@ -87,6 +87,7 @@ def _opened(recipe: Recipe, step: Place, ranks: Ranks) -> tuple[Reader | None, s
 
     Raises:
         UserError: the checkpoint is newer than this fw.
+        RunError: another rank does not find what the first one does.
     """
     reader, problem, newer = None, "", False
     try:
@@ -94,9 +95,12 @@ def _opened(recipe: Recipe, step: Place, ranks: Ranks) -> tuple[Reader | None, s
     except UserError as error:
         problem, newer = str(error), isinstance(error, NewerFormatError)
     heard = ranks.gather((problem, newer))
-    first = next((text for text, _ in heard if text), "")
-    if any(is_newer for _, is_newer in heard):
+    first, is_newer = heard[0]
+    if is_newer:
         raise UserError(first)
+    if not first and (elsewhere := [rank for rank, (text, _) in enumerate(heard) if text]):
+        text = heard[elsewhere[0]][0]
+        raise RunError(f"rank {elsewhere[0]}: {text}; rank 0 has it: checkpoints must be where all hosts share them")
     return (None if first else reader), first
 
 

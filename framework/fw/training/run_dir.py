@@ -72,6 +72,7 @@ def make_room(recipe: Recipe, checkpoint: Reader | None) -> None:
             raise UserError(f"{where}: {what}; resume=auto goes on with them, else give another place")
         plugin.clean(directory)
         if recipe.train.save_every:
+            directory.make()
             directory.write(_PROBE, b"")  # better now than after the first hours
             directory.remove(_PROBE)
     except OSError as error:

@@ -85,10 +85,12 @@ class SafetensorsCheckpoint(CheckpointPlugin):
                 beat("writing the manifest")
                 written.write(RNG, _json({str(rank): rng for rank, (_, rng) in enumerate(parts)}))
                 files = {file: digest for digests, _ in parts for file, digest in digests.items()}
-                for file in written.files():
-                    if file not in files:
-                        files[file] = hash_file(written, file)
-                        beat()
+                there = written.files()
+                if lost := [file for file in files if there.get(file) != files[file].size]:
+                    raise RunError(f"{lost[0]} is not in {written} as it was written; do all ranks write to the same place?")
+                for file in there.keys() - files.keys():
+                    files[file] = hash_file(written, file)
+                    beat()
                 facts = {
                     "step": snapshot.step,
                     "number": commit.next_number(directory),
