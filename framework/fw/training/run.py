@@ -39,7 +39,6 @@ from fw.training.module import TrainingModule
 from fw.training.order import RankedBatches, StepOrder, loader
 from fw.training.progress import Progress
 from fw.training.rng import seed_all
-from fw.training.same_start import SameStart
 from fw.training.same_tokenizer import foreign
 from fw.training.saving import Saver
 from fw.training.stop import StopRequest
@@ -155,7 +154,7 @@ def _train_joined(recipe: Recipe, world: World, strategy: MeshStrategy, corpus: 
         num_nodes=max(1, world.size // world.local_size),
         strategy=strategy,
         logger=loggers or False,
-        callbacks=[between, HangWatch(watch), SameStart(start_step)],
+        callbacks=[between, HangWatch(watch)],
         max_steps=recipe.train.max_steps,
         max_epochs=-1,
         val_check_interval=recipe.train.val_every or None,
