@@ -6,6 +6,8 @@ import argparse
 import json
 from typing import Any
 
+from fw.cli import derive
+
 EXAMPLES = """examples:
   fw checkpoint inspect runs/quickstart
   fw checkpoint export runs/quickstart --to exported --dtype bf16"""
@@ -23,11 +25,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     export.add_argument("source", metavar="RUN_OR_STEP", help="run directory (its latest step), step directory or model directory")
     export.add_argument("--to", metavar="DIR", required=True, help="directory to make; it must not exist, or be empty")
     export.add_argument("--dtype", metavar="DTYPE", help="bf16, fp16 or fp32; the stored one if not given")
+    derive.add_arguments(actions)
     export.add_argument("--max-shard-size", metavar="SIZE", default="5GiB", help="a file is closed before it grows beyond this (5GiB)")
 
 
 def run(options: argparse.Namespace) -> int:
     """Dispatch."""
+    if options.action in derive.ACTIONS:
+        return derive.run(options)
     return _inspect(options) if options.action == "inspect" else _export(options)
 
 

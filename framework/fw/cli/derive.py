@@ -1,0 +1,48 @@
+"""``fw checkpoint convert`` and ``merge``: a step or a model directory out of what others have written."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+ACTIONS = ("convert", "merge")
+
+
+def add_arguments(actions: Any) -> None:
+    """Both actions, to the subparsers of ``fw checkpoint``."""
+    convert = actions.add_parser("convert", help="write a step directory from a checkpoint directory of DeepSpeed's (ZeRO 0 to 3)")
+    convert.add_argument("source", metavar="DEEPSPEED_DIR", help="what engine.save_checkpoint wrote, or one global_step directory in it")
+    convert.add_argument("--to", metavar="DIR", required=True, help="directory to make; it must not exist, or be empty")
+    convert.add_argument("--model", metavar="MODEL_DIR", help="model directory that gives configuration and tokenizer")
+    convert.add_argument("--like", metavar="STEP_DIR", help="step or run directory of the fw run that is to go on from it with resume")
+    convert.add_argument("--tag", metavar="TAG", help="which checkpoint of the directory; what its file latest says if not given")
+    convert.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Dispatch."""
+    return _convert(options)
+
+
+def _convert(options: argparse.Namespace) -> int:
+    from fw.pretrained.convert import convert
+
+    made = convert(Path(options.source), Path(options.to), options.model, options.like, options.tag)
+    if options.json:
+        print(json.dumps({"directory": options.to, **dataclasses.asdict(made)}, indent=1))
+        return 0
+    print(f"{options.to}: step {made.step:,} of ZeRO stage {made.stage} on {made.ranks} rank(s), {made.weights:,} weights in fp32,")
+    print(f"  {made.states:,} tensors of the optimizer")
+    if made.resumable:
+        print(f"  go on from it with resume={options.to}")
+    else:
+        print(
+            f"  weights for model: {{name: …, weights: {options.to}}} or transformers; the optimizer is kept, but resume"
+            " needs a run's state: --like STEP_DIR gives it"
+        )
+    for note in made.notes:
+        print(f"  note: {note}")
+    return 0
