@@ -20,11 +20,24 @@ def add_arguments(actions: Any) -> None:
     convert.add_argument("--like", metavar="STEP_DIR", help="step or run directory of the fw run that is to go on from it with resume")
     convert.add_argument("--tag", metavar="TAG", help="which checkpoint of the directory; what its file latest says if not given")
     convert.add_argument("--json", action="store_true", help="print JSON")
+    merge = actions.add_parser("merge", help="write a model directory from a base and a LoRA adapter of peft's")
+    merge.add_argument("base", metavar="BASE", help="model directory, step directory or run directory")
+    merge.add_argument("adapter", metavar="ADAPTER", help="directory of adapter_config.json and adapter_model.safetensors")
+    merge.add_argument("--to", metavar="DIR", required=True, help="directory to make; it must not exist, or be empty")
+    merge.add_argument("--dtype", metavar="DTYPE", help="bf16, fp16 or fp32; the base's if not given")
 
 
 def run(options: argparse.Namespace) -> int:
     """Dispatch."""
-    return _convert(options)
+    return _convert(options) if options.action == "convert" else _merge(options)
+
+
+def _merge(options: argparse.Namespace) -> int:
+    from fw.pretrained.merge import merge
+
+    changed = merge(options.base, options.adapter, options.to, options.dtype)
+    print(f"{options.to}: {changed:,} tensors of {options.base} changed")
+    return 0
 
 
 def _convert(options: argparse.Namespace) -> int:
