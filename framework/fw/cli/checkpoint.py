@@ -14,7 +14,7 @@ EXAMPLES = """examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The actions ``inspect`` and ``export``."""
+    """The actions ``inspect`` and ``export``, and those of :mod:`fw.cli.derive`."""
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     inspect = actions.add_parser("inspect", help="architecture, parameters, dtypes and files; no weights are read")
     inspect.add_argument("directory", metavar="DIR", help="run directory, step directory or model directory")
@@ -25,8 +25,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     export.add_argument("source", metavar="RUN_OR_STEP", help="run directory (its latest step), step directory or model directory")
     export.add_argument("--to", metavar="DIR", required=True, help="directory to make; it must not exist, or be empty")
     export.add_argument("--dtype", metavar="DTYPE", help="bf16, fp16 or fp32; the stored one if not given")
-    derive.add_arguments(actions)
     export.add_argument("--max-shard-size", metavar="SIZE", default="5GiB", help="a file is closed before it grows beyond this (5GiB)")
+    derive.add_arguments(actions)
 
 
 def run(options: argparse.Namespace) -> int:
