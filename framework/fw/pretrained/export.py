@@ -77,14 +77,19 @@ def export(source: str | Path, to: str | Path, dtype: str | None = None, max_sha
 
     with new_directory(Path(to)) as made:
         write_weights(made, tensors, value, max_bytes)
-        for name in directory.files():
-            if name.split("/")[0] in _COPIED:
-                (made / name).parent.mkdir(exist_ok=True)
-                (made / name).write_bytes(directory.read(name))
+        copy_beside(directory, made)
         if wanted is not None:
             config = {**{k: v for k, v in config.items() if k != "torch_dtype"}, "dtype": str(wanted).removeprefix("torch.")}
         write_json(made / CONFIG, config)
     return [(path.name, path.stat().st_size) for path in sorted(Path(to).glob("*.safetensors"))]
+
+
+def copy_beside(source: Place, made: Path, *more: str) -> None:
+    """Copy the tokenizer and its like, and files of further names."""
+    for name in source.files():
+        if name.split("/")[0] in (*_COPIED, *more):
+            (made / name).parent.mkdir(exist_ok=True)
+            (made / name).write_bytes(source.read(name))
 
 
 def describe(directory: str | Path) -> dict[str, Any]:

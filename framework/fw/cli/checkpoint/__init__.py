@@ -1,18 +1,20 @@
-"""Verify, inspect, compare, rewrite, prune and export checkpoints and model directories, wherever they are (paths, s3://, gs://, …)."""
+"""Verify, inspect, compare, rewrite, prune, convert, merge and export checkpoints and model directories, wherever they are (paths, s3://, gs://, …)."""
 
 from __future__ import annotations
 
 import argparse
 
-from fw.cli.checkpoint import model, steps
+from fw.cli.checkpoint import derive, model, steps
 
 EXAMPLES = """examples:
   fw checkpoint verify runs/quickstart
   fw checkpoint inspect runs/quickstart
   fw checkpoint export runs/quickstart --to exported --dtype bf16
   fw checkpoint prune s3://bucket/run --keep-last 3 --dry-run
+  fw checkpoint convert deepspeed_run --to converted --like runs/quickstart
+  fw checkpoint merge base adapter --to merged
   fw checkpoint diff runs/a/checkpoints/step-00000600 runs/b"""
-_PARTS = (steps, model)
+_PARTS = (steps, model, derive)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
