@@ -1,4 +1,4 @@
-"""Verify, inspect, compare, rewrite, prune, convert, merge and export checkpoints and model directories, wherever they are (paths, s3://, gs://, …)."""
+"""Verify, inspect, compare, rewrite, prune, export checkpoints; convert and merge those of others. Paths, s3://, gs:// and the like."""
 
 from __future__ import annotations
 
