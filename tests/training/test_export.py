@@ -17,6 +17,7 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 from conftest import fw, metrics, summary
 from fw.assemble import assemble
 from fw.config import load
+from fw.place import place
 from fw.recipe import resolve
 
 SAVE = ("train.max_steps=4", "train.save_every=4", "train.val_every=2", "train.sample_tokens=8")
@@ -36,8 +37,8 @@ def test_transformers_loads_the_checkpoint(workspace, options):
     directory = Path("run/checkpoints/latest")
     theirs = LlamaForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     recipe = resolve(load("tiny.yaml", [o for o in options if not o.startswith(("sharding", "launch"))]))
-    reader = recipe.checkpoint.open(directory)
-    reader.verify()
+    reader = recipe.checkpoint.open(place(directory))
+    assert reader.damages() == []
     ours = assemble(recipe, theirs.config.vocab_size, None, torch.device("cpu"), reader).model
     tokenizer = AutoTokenizer.from_pretrained(directory)
     ids = tokenizer("the model reads text and learns", return_tensors="pt")["input_ids"]

@@ -11,6 +11,7 @@ import ctypes
 import os
 import re
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from fw.checkpointing.manifest import MANIFEST, Manifest, read_manifest
@@ -105,14 +106,7 @@ def history(directory: Place) -> list[str]:
 
     Damaged ones are among them, where their step puts them.
     """
-    known: dict[str, Manifest | None] = {}
-    for name in steps(directory):
-        if directory.local is None and not (directory / name).has(MANIFEST):
-            continue  # never finished
-        try:
-            known[name] = read_manifest(directory / name)
-        except UserError:
-            known[name] = None
+    known = manifests(directory)
 
     def order(name: str) -> tuple[int, int]:
         manifest = known[name]
@@ -149,13 +143,27 @@ def steps_at(where: Place) -> list[Place]:
     raise UserError(f"{where}: no such directory" if missing else f"{where} holds no checkpoint: neither {MANIFEST} nor step directories")
 
 
-def next_number(directory: Place) -> int:
-    """What the next checkpoint's ``number`` is."""
+def next_number(directory: Place, parent: str | None = None) -> int:
+    """What the next checkpoint's ``number`` is: beyond that of the last one, which is what ``latest`` means or the run went on from."""
+    last = [name for name in {latest(directory), parent} if name is not None and (directory / name).has(MANIFEST)]
     numbers = [0]
-    for name in steps(directory):
+    for name in last or steps(directory):
         with contextlib.suppress(UserError, TypeError, ValueError):
             numbers.append(int(read_manifest(directory / name).facts.get("number", 0)))
     return max(numbers) + 1
+
+
+def manifests(directory: Place) -> dict[str, Manifest | None]:
+    """Of all steps; None for a damaged one. What an object store holds without one was never finished and is left out."""
+
+    def read(name: str) -> tuple[str, Manifest | None, bool]:
+        try:
+            return name, read_manifest(directory / name), True
+        except UserError:
+            return name, None, directory.local is not None or (directory / name).has(MANIFEST)
+
+    with ThreadPoolExecutor(16) as pool:  # an object store takes its time for each
+        return {name: manifest for name, manifest, counts in pool.map(read, steps(directory)) if counts}
 
 
 def remove(directory: Place, name: str) -> None:

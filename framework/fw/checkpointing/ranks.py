@@ -57,8 +57,6 @@ class OneRank(Ranks):
         """Right here."""
         try:
             return [work(_Progress())]
-        except RunError:
-            raise
         except Exception as error:
             raise RunError(f"{what}: {describe(error)}") from error
 

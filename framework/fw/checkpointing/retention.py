@@ -7,8 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from fw.checkpointing import commit
-from fw.checkpointing.manifest import Manifest, read_manifest
-from fw.errors import UserError
 from fw.kinds.checkpoint import CheckpointOptions
 from fw.place import Place
 
@@ -48,12 +46,9 @@ def prune(directory: Place, keep: CheckpointOptions, dry_run: bool = False) -> l
     Raises:
         OSError: it cannot be removed.
     """
-    manifests: dict[str, Manifest] = {}
-    for name in commit.steps(directory):
-        try:
-            manifests[name] = read_manifest(directory / name)
-        except UserError:
-            continue
+    if not keep.keep_last:
+        return []
+    manifests = {name: manifest for name, manifest in commit.manifests(directory).items() if manifest is not None}
     ordered = sorted(manifests, key=lambda name: (manifests[name].facts.get("number", 0), name))
     written = [Written(name, int(manifests[name].facts["step"]), manifests[name].facts.get("metrics", {})) for name in ordered]
     names = superfluous(written, keep, commit.latest(directory))

@@ -192,8 +192,12 @@ class CheckpointOptions:
     """Seconds that a run has, once it is asked to end (SIGTERM, SIGUSR1), to finish its step and save. It ends when they are over, saved or
     not. 0: as long as it takes."""
 
+    timeout: int = 0
+    """Seconds without progress on a rank after which a save is given up on all ranks; longer than the disk takes to make a file of
+    ``max_shard_size`` durable. 0: as `launch.timeout`."""
+
     def __post_init__(self) -> None:
-        for name in ("keep_last", "keep_every", "keep_best", "grace"):
+        for name in ("keep_last", "keep_every", "keep_best", "grace", "timeout"):
             if getattr(self, name) < 0:
                 raise UserError(f"checkpoint.{name}: {getattr(self, name)} is negative")
         for name in ("keep_every", "keep_best"):

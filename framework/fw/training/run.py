@@ -104,11 +104,12 @@ def _train_rank(recipe: Recipe, world: World) -> TrainResult:
     _quiet()
     _end_with_parent()
     device = _device(recipe, world)
-    _prepare_network(recipe, world)
+    _prepare_network(recipe, world, device)
     corpus, vocab_size = _open_data(recipe, say=_say if world.is_first else _say_nothing)
     if not outcome.launched_by_fw():  # else the launching process has done so
         check(recipe, vocab_size, device)
-    strategy = MeshStrategy(world, recipe.mesh_shape, device, recipe.launch.timeout)
+    timeout = recipe.launch.timeout
+    strategy = MeshStrategy(world, recipe.mesh_shape, device, timeout, recipe.checkpoint.config.timeout or timeout)
     strategy.join()
     try:
         return _train_joined(recipe, world, strategy, corpus, vocab_size)
@@ -256,7 +257,7 @@ def _leave_outcome(code: int) -> int:
     return code
 
 
-def _prepare_network(recipe: Recipe, world: World) -> None:
+def _prepare_network(recipe: Recipe, world: World, device: torch.device) -> None:
     """Settle what gloo and NCCL read from the environment; what the config sets wins, what it leaves out yields to the environment."""
     launch, config = recipe.launch, recipe.config
     if launch.port and "SLURM_STEP_ID" in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ:
@@ -266,7 +267,7 @@ def _prepare_network(recipe: Recipe, world: World) -> None:
         ("nccl_async_errors", "TORCH_NCCL_ASYNC_ERROR_HANDLING", str(int(launch.nccl_async_errors))),
         ("nccl_heartbeat", "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", str(launch.nccl_heartbeat)),
     ):
-        if config.was_set("launch", option) or variable not in os.environ:
+        if device.type == "cuda" and (config.was_set("launch", option) or variable not in os.environ):
             os.environ[variable] = value
 
 

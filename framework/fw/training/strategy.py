@@ -32,13 +32,16 @@ class MeshStrategy(ParallelStrategy):
     that one strategy serves all of them, on the CPU (gloo) and on GPUs (nccl, with gloo for what lives on the host).
     """
 
-    def __init__(self, world: World, mesh_shape: Mapping[str, int], device: torch.device, timeout_seconds: int) -> None:
+    def __init__(
+        self, world: World, mesh_shape: Mapping[str, int], device: torch.device, timeout_seconds: int, save_timeout_seconds: int
+    ) -> None:
         environment: ClusterEnvironment = TorchElasticEnvironment() if world.launched else LightningEnvironment()
         super().__init__(cluster_environment=environment)
         self._world = world
         self._mesh_shape = dict(mesh_shape)
         self._device = device
         self._timeout = datetime.timedelta(seconds=timeout_seconds)
+        self._save_timeout = datetime.timedelta(seconds=save_timeout_seconds)
         self.mesh: DeviceMesh | None = None
         self.ranks: Ranks = OneRank()
         """Those that save and verify together, once joined."""
@@ -74,7 +77,7 @@ class MeshStrategy(ParallelStrategy):
             joined = True
             dist.init_process_group(backend, store=store, rank=self._world.rank, world_size=self._world.size, timeout=self._timeout)
         if self._world.size > 1 and self.ranks.size == 1:
-            self.ranks = GlooRanks(self._timeout)
+            self.ranks = GlooRanks(self._save_timeout)
 
     def _store(self) -> dist.Store | None:  # type: ignore[name-defined]
         """Where the ranks meet; None for what the environment says."""

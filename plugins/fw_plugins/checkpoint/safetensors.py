@@ -93,7 +93,7 @@ class SafetensorsCheckpoint(CheckpointPlugin):
                     beat()
                 facts = {
                     "step": snapshot.step,
-                    "number": commit.next_number(directory),
+                    "number": commit.next_number(directory, snapshot.parent),
                     "parent": snapshot.parent,
                     "world_size": ranks.size,
                     "mesh": dict(snapshot.mesh),
