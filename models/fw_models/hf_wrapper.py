@@ -102,8 +102,14 @@ class HFCausalLM(CausalLM):
         places = {"position_ids": positions_BL} if given else {}
         if positions_BL is not None and segments_BL is None:
             places["attention_mask"] = torch.ones_like(ids_BL)  # a jump in positions is no new document then
-        logits_BLV: Tensor = self.hf(input_ids=ids_BL, use_cache=False, **places).logits
-        return logits_BLV if readout is None else readout(logits_BLV, _as_it_is, None)
+        out = self.hf(input_ids=ids_BL, use_cache=False, **places)
+        logits_BLV: Tensor = out.logits
+        return logits_BLV if readout is None else readout(logits_BLV, _as_it_is, self._auxiliary(out))
+
+    def _auxiliary(self, out: Any) -> Tensor | None:
+        """The routers' balance as transformers adds it to its loss, where the configuration asks for it (``output_router_logits``)."""
+        loss: Tensor | None = getattr(out, "aux_loss", None)
+        return loss * self.hf.config.router_aux_loss_coef if self.training and loss is not None else None
 
     @torch.no_grad()
     def _later_tokens_are_not_seen(self, device: torch.device) -> bool:

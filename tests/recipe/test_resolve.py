@@ -189,7 +189,7 @@ def test_torchrun_and_srun_are_recognised():
         "SLURM_JOB_ID": "31",
     }
     assert current_world(srun) == World(4, 2, 0, 2, launched=True)
-    assert srun["MASTER_ADDR"] == "gpu07" and srun["MASTER_PORT"] == "20031"
+    assert srun["MASTER_ADDR"] == "gpu07" and srun["MASTER_PORT"] == str(20000 + 31 * 31)
     assert current_world({"SLURM_JOB_ID": "31", "SLURM_NTASKS": "4"}) == World()  # a batch script without srun
 
 

@@ -39,7 +39,7 @@ from fw.errors import FwError  # noqa: E402
 from fw.place import place  # noqa: E402
 
 STEPS, SAVE_EVERY = 40, 2
-PATIENCE_SECONDS = 90.0
+PATIENCE_SECONDS = 240.0  # torch tries for three and a half time-outs to reach a rank that was killed before it listened
 CASES = {
     "1 rank": (1, ()),
     "1 rank, asynchronous": (1, ("checkpoint.asynchronous=true",)),

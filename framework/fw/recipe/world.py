@@ -39,10 +39,14 @@ def current_world(environment: MutableMapping[str, str] | None = None) -> World:
         UserError: the variables are there but make no sense.
     """
     env = os.environ if environment is None else environment
-    if "RANK" not in env and "SLURM_STEP_ID" in env and int(env.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
-        env.update(_from_slurm(env))
+    try:
+        if "RANK" not in env and "SLURM_STEP_ID" in env and int(env.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
+            env.update(_from_slurm(env))
+    except ValueError as error:
+        raise UserError(f"environment: SLURM's numbers make no sense ({error})") from None
     if "RANK" not in env or "WORLD_SIZE" not in env or _is_pod(env):
         return World()
+    env.setdefault("LOCAL_RANK", "0")  # for those who read it after us
     try:
         size, rank = int(env["WORLD_SIZE"]), int(env["RANK"])
         local_rank = int(env.get("LOCAL_RANK", "0"))
@@ -55,7 +59,12 @@ def current_world(environment: MutableMapping[str, str] | None = None) -> World:
 
 
 def _from_slurm(env: Mapping[str, str]) -> dict[str, str]:
-    size = int(env["SLURM_STEP_NUM_TASKS"])
+    for name in ("SLURM_PROCID", "SLURM_LOCALID"):
+        if name not in env:
+            raise UserError(
+                f"environment: SLURM_STEP_NUM_TASKS={env['SLURM_STEP_NUM_TASKS']}, but {name} is missing; start ranks with srun"
+            )
+    size, job = int(env["SLURM_STEP_NUM_TASKS"]), int(env.get("SLURM_JOB_ID", "0"))
     nodes = int(env.get("SLURM_STEP_NUM_NODES", env.get("SLURM_NNODES", "1")))
     return {
         "WORLD_SIZE": str(size),
@@ -63,8 +72,8 @@ def _from_slurm(env: Mapping[str, str]) -> dict[str, str]:
         "LOCAL_RANK": env["SLURM_LOCALID"],
         "LOCAL_WORLD_SIZE": str(size // nodes),
         "MASTER_ADDR": env.get("MASTER_ADDR") or _first_host(env.get("SLURM_STEP_NODELIST", "127.0.0.1")),
-        # A port of the job's own, so that two jobs on one host do not meet.
-        "MASTER_PORT": env.get("MASTER_PORT") or str(20000 + int(env.get("SLURM_JOB_ID", "0")) % 10000),
+        # A port of the step's own, so that two jobs on one host, or two steps of a job, rarely meet; where they do, they notice.
+        "MASTER_PORT": env.get("MASTER_PORT") or str(20000 + (job * 31 + int(env.get("SLURM_STEP_ID", "0"))) % 10000),
     }
 
 

@@ -74,4 +74,6 @@ def _stack(samples: list[Sample]) -> dict[str, Tensor]:
 
 def loader(samples: Samples, order: Sampler[list[int]], pin: bool) -> DataLoader[Any]:
     """Batches ``[share, L]`` of each key, in the given order."""
-    return DataLoader(_Padded(samples), batch_sampler=order, collate_fn=_stack, pin_memory=pin)
+    # A loader draws a seed for workers each time it begins, also where it has none; dropout must not notice.
+    own = torch.Generator()
+    return DataLoader(_Padded(samples), batch_sampler=order, collate_fn=_stack, pin_memory=pin, generator=own)

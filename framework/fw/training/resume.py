@@ -14,6 +14,7 @@ from fw.kinds.data import Corpus
 from fw.launching.outcome import RESUME_FROM, launched_by_fw, restarted_by_another
 from fw.place import Place, place
 from fw.recipe import Recipe
+from fw.training.same_run import begun_by_this_torchrun
 
 AUTO = "auto"
 
@@ -31,8 +32,9 @@ def find(recipe: Recipe, corpus: Corpus, ranks: Ranks, say: Callable[[str], None
         chosen = os.environ[RESUME_FROM]  # the launching process has verified it
         reader = recipe.checkpoint.open(place(chosen)) if chosen else None
     else:
-        if restarted_by_another() and any(ranks.gather(bool(recipe.checkpoint.found(recipe.checkpoints)))):
-            resume = AUTO
+        if restarted_by_another():
+            own = ranks.rank == 0 and begun_by_this_torchrun(recipe.run_dir) and bool(recipe.checkpoint.found(recipe.checkpoints))
+            resume = AUTO if ranks.gather(own)[0] else resume
         try:
             reader = newest(recipe, ranks, say) if resume == AUTO else _given(recipe, resume, ranks) if resume else None
         except UserError as error:

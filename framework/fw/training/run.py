@@ -10,6 +10,7 @@ import signal
 import sys
 import warnings
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,7 @@ from fw.training.module import TrainingModule
 from fw.training.order import RankedBatches, StepOrder, loader
 from fw.training.progress import Progress
 from fw.training.rng import seed_all
+from fw.training.same_run import begun_by_this_torchrun, check_same_run, held, note_starter
 from fw.training.same_tokenizer import foreign
 from fw.training.saving import Saver
 from fw.training.stop import StopRequest
@@ -77,10 +79,11 @@ def _launch(recipe: Recipe, files: Sequence[str], overrides: Sequence[str]) -> T
     """Start the ranks. What can be wrong is found here first, where it is said once, and the slow preparation is done once."""
     device = _device(recipe, World(local_size=recipe.launch.devices))
     use_interface(recipe.launch, False, recipe.config.origin(("launch", "interface")), {})  # only checked: the ranks use it
-    attempts = Attempts(recipe, check_input(recipe, device), _say)
-    recipe.sharding.prepare(recipe.step_spec(device), _say)
-    command = [sys.executable, "-m", "fw", "train", *files, *overrides]
-    code = recipe.launcher.launch(command, recipe.launch, attempts.prepare)
+    with held(recipe.run_dir):
+        attempts = Attempts(recipe, check_input(recipe, device), _say)
+        recipe.sharding.prepare(recipe.step_spec(device), _say)
+        command = [sys.executable, "-m", "fw", "train", *files, *overrides]
+        code = recipe.launcher.launch(command, recipe.launch, attempts.prepare)
     summary_file = recipe.run_dir / run_dir.SUMMARY
     summary = json.loads(summary_file.read_text()) if code == EXIT_OK and summary_file.is_file() else {}
     return TrainResult(code, recipe.run_dir, summary)
@@ -112,7 +115,10 @@ def _train_rank(recipe: Recipe, world: World) -> TrainResult:
     strategy = MeshStrategy(world, recipe.mesh_shape, device, timeout, recipe.checkpoint.config.timeout or timeout)
     strategy.join()
     try:
-        return _train_joined(recipe, world, strategy, corpus, vocab_size)
+        check_same_run(recipe, strategy.ranks)
+        holds = world.is_first and not outcome.launched_by_fw()  # else the launching process does
+        with held(recipe.run_dir) if holds else nullcontext():
+            return _train_joined(recipe, world, strategy, corpus, vocab_size)
     finally:
         leave()
 
@@ -130,8 +136,10 @@ def _train_joined(recipe: Recipe, world: World, strategy: MeshStrategy, corpus: 
     start_step = checkpoint.state()["step"] if checkpoint is not None else 0
     if world.is_first:
         if not outcome.launched_by_fw():
-            run_dir.make(recipe.run_dir, run_dir.continues(recipe, checkpoint) or outcome.restarted_by_another())
+            again = outcome.restarted_by_another() and begun_by_this_torchrun(recipe.run_dir)
+            run_dir.make(recipe.run_dir, run_dir.continues(recipe, checkpoint) or again)
             run_dir.make_room(recipe, checkpoint)
+            note_starter(recipe.run_dir)
         run_dir.describe(recipe, recipe.run_dir)
 
     if device.type == "cpu":

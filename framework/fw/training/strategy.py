@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fw.checkpointing.ranks import GlooRanks, OneRank
+from fw.errors import PeerError, UserError
 from fw.kinds.checkpoint import Ranks
 from fw.launching.outcome import restarted_by_another
 from fw.recipe import World
@@ -72,15 +73,22 @@ class MeshStrategy(ParallelStrategy):
             if self._device.type == "cuda":
                 torch.cuda.set_device(self._device)
             backend = "cpu:gloo,cuda:nccl" if self._device.type == "cuda" else "gloo"
-            store = self._store()
             global joined
             joined = True
-            dist.init_process_group(backend, store=store, rank=self._world.rank, world_size=self._world.size, timeout=self._timeout)
+            try:
+                store = self._store()
+                dist.init_process_group(backend, store=store, rank=self._world.rank, world_size=self._world.size, timeout=self._timeout)
+            except dist.DistError as error:
+                where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+                text = str(error).splitlines()[0]
+                raise PeerError(f"not all {self._world.size} ranks have met at {where} ({text})") from error
         if self._world.size > 1 and self.ranks.size == 1:
             self.ranks = GlooRanks(self._save_timeout)
 
     def _store(self) -> dist.Store | None:  # type: ignore[name-defined]
         """Where the ranks meet; None for what the environment says."""
+        if missing := [name for name in ("MASTER_ADDR", "MASTER_PORT") if self._world.launched and name not in os.environ]:
+            raise UserError(f"environment: RANK and WORLD_SIZE are set, but {missing[0]} is not; start ranks with fw, torchrun or srun")
         if not self._world.launched:
             return dist.HashStore()  # type: ignore[attr-defined]  # a world of one rank needs nobody to meet
         if restarted_by_another() and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and self._world.on_one_host:

@@ -59,7 +59,8 @@ def _offloading(block: nn.Module, forward: Callable[..., Any], store: Callable[[
         def unpack(packed: Tensor | _Away) -> Tensor:
             return packed.fetch(packed.device) if isinstance(packed, _Away) else packed
 
-        with saved_tensors_hooks(pack, unpack):
+        # Where forward is compiled from inside, the hooks are not to be.
+        with saved_tensors_hooks(torch.compiler.disable(pack), torch.compiler.disable(unpack)):
             return forward(*args, **kwargs)
 
     # The hooks are set outside what is compiled; inside, they see what the compiled forward saves.
@@ -76,7 +77,13 @@ def _host_copy(tensor: Tensor) -> Callable[[torch.device], Tensor]:
     if tensor.device.type == "cpu":
         return lambda device: tensor
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
-    return lambda device: host.to(device, non_blocking=True)
+    stride = tensor.stride()
+
+    def fetch(device: torch.device) -> Tensor:
+        back = torch.empty_strided(host.shape, stride, dtype=host.dtype, device=device)  # compiled code counts on it, gaps included
+        return back.copy_(host, non_blocking=True)
+
+    return fetch
 
 
 class _DiskStore:
@@ -98,7 +105,7 @@ class _DiskStore:
 class _File:
     def __init__(self, directory: Path, tensor: Tensor) -> None:
         self._shape, self._dtype, self._bytes = tensor.shape, tensor.dtype, tensor.nbytes
-        self._stride = torch.empty_like(tensor, device="meta").stride()  # compiled code counts on it
+        self._stride = tensor.stride()  # compiled code counts on it, gaps included
         self._file = tempfile.TemporaryFile(dir=directory)  # noqa: SIM115 - closed when nothing refers to it any more
         os.posix_fallocate(self._file.fileno(), 0, self._bytes)  # a full disk is an error here and not a signal later
         with mmap.mmap(self._file.fileno(), self._bytes) as memory:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
@@ -161,6 +161,7 @@ class FSDP(ShardingPlugin):
             fully_shard(block, mesh=data, mp_policy=dtypes, offload_policy=tier, reshard_after_forward=reshard)
         # Backward begins where forward ended: giving the head back in between would only gather it twice.
         fully_shard(model, mesh=data, mp_policy=dtypes, offload_policy=tier, reshard_after_forward=False)
+        model.register_forward_hook(_give_back)
         self._prefetch([block for block in model.blocks if isinstance(block, FSDPModule)])
 
     def _prefetch(self, blocks: list[FSDPModule]) -> None:
@@ -230,3 +231,12 @@ def _size(mesh: DeviceMesh, name: str) -> int:
     """Ranks along a dimension; 1 where the mesh has no such."""
     names = mesh.mesh_dim_names or ()
     return mesh.size(names.index(name)) if name in names else 1
+
+
+def _give_back(model: nn.Module, *_: object) -> None:
+    """After a forward that no backward follows, parameters go back to being shards; else a checkpoint after a validation would find whole
+    ones, in the compute dtype, that the optimizer does not know."""
+    if not torch.is_grad_enabled():
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()

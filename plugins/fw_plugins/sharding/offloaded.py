@@ -80,8 +80,15 @@ class OffloadedOptimizer:
         """Take back what :meth:`state` gave."""
         host, optimizer = self._each[parameter]
         local = _local(value)
-        optimizer.state[host][key] = local.to(host.device) if local.shape == host.shape else value
-        self._mapped.pop(host, None)
+        if local.shape != host.shape:
+            optimizer.state[host][key] = value
+        elif self._path is None or not local.numel():
+            optimizer.state[host][key] = local.to(host.device)
+        else:  # to the disk at once: all of the state may not fit into host memory
+            optimizer.state[host][key], memory = _to_disk(local, self._path)
+            self._mapped.setdefault(host, []).append(memory)
+            memory.flush()
+            memory.madvise(mmap.MADV_DONTNEED)
 
 
 def check(spec: StepSpec, model: CausalLM, parts: int, gathers: bool) -> None:

@@ -47,6 +47,9 @@ class ZeroStepper(Stepper):
         self._ranks = dist.get_world_size()
         self._scaling = spec.precision.loss_scaling
         self._flats = Flats(engine, self._named, shapes)
+        # The engine's own train() and eval() only pass on to the model; who asks the engine for its mode must not be told another one.
+        engine.train = lambda mode=True: nn.Module.train(engine, mode)
+        engine.eval = lambda: nn.Module.train(engine, False)
         if self._scaling is not None:
             engine.optimizer.loss_scaler.raise_error_at_min_scale = False  # it is said here
 

@@ -1,0 +1,92 @@
+"""Who takes part in a run, and who may write its directory."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+from fw.errors import RunError, UserError
+from fw.kinds.checkpoint import Ranks
+from fw.recipe import Recipe
+
+_STARTER = ".started-by"
+_HOSTS_OWN = ("launch", "launcher")
+"""Sections in which hosts of one run may differ: interfaces, ports, threads."""
+
+
+def check_same_run(recipe: Recipe, ranks: Ranks) -> None:
+    """See that all ranks are of the same run: launchers of two of them may have let them meet on a port.
+
+    Raises:
+        RunError: they are not, with what differs.
+    """
+    tree = {name: section for name, section in recipe.tree.items() if name not in _HOSTS_OWN}
+    step = [os.environ.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID", "TORCHELASTIC_RUN_ID")]
+    digests = {name: hashlib.sha256(json.dumps(section, default=str).encode()).hexdigest() for name, section in tree.items()}
+    told = ranks.gather((digests, step))
+    for rank, (other, of) in enumerate(told):
+        if differ := [name for name in other if other[name] != told[0][0].get(name)]:
+            raise RunError(f"rank {rank} has another {', '.join(differ)} than rank 0: they are of two runs, or were given two configs")
+        if of != told[0][1]:
+            raise RunError(
+                f"rank {rank} is of another job or step than rank 0: two runs have met on one port; set launch.port or MASTER_PORT"
+            )
+
+
+def begun_by_this_torchrun(run_dir: Path) -> bool:
+    """Whether the run in this directory is the one whose ranks torchrun is starting again, and not one that was there before."""
+    try:
+        return (run_dir / _STARTER).read_text() == _starter()
+    except OSError:
+        return False
+
+
+def note_starter(run_dir: Path) -> None:
+    """Leave in the directory who has started the run, for its next attempt."""
+    (run_dir / _STARTER).write_text(_starter())
+
+
+def _starter() -> str:
+    return f"{os.environ.get('TORCHELASTIC_RUN_ID', '')} {os.getppid()} {socket.gethostname()}"
+
+
+@contextlib.contextmanager
+def held(run_dir: Path) -> Iterator[None]:
+    """Hold a run directory against other runs for as long as this process lives, by a lock on a file beside it.
+
+    Raises:
+        UserError: another run holds it.
+    """
+    lock = run_dir.absolute().with_name(f".{run_dir.absolute().name}.lock")
+    try:
+        lock.parent.mkdir(parents=True, exist_ok=True)
+        file = lock.open("a+")
+    except OSError as error:
+        raise UserError(f"train.run_dir: {run_dir} cannot be used: {error.strerror}; give another train.run_dir") from None
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in (errno.EAGAIN, errno.EACCES):
+                yield  # a file system without locks
+                return
+            file.seek(0)
+            raise UserError(
+                f"train.run_dir: another run is writing {run_dir} ({file.read().strip() or 'unknown process'});"
+                " wait for its end, or give another train.run_dir"
+            ) from None
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        file.flush()
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):
+                lock.unlink()
