@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from conftest import TINY, column, corpus_text, environment
+from conftest import TINY, column, corpus_text, environment, metrics
 from distributed.operators import HAS_COMPILER, has_libaio
 
 pytest.importorskip("deepspeed")
@@ -69,9 +69,11 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
         two.append(run(f"zero3-zero1-{p}", p, *CELLS["zero1"], resume=f"zero3-{p}"))
         two.append(run(f"zero3-fsdp-{p}", p, "sharding=fsdp", resume=f"zero3-{p}"))
         two += [run(f"single-{name}-{p}", p, *cells[name], resume=f"single-{p}") for name in ("zero1", "zero2", "zero3")]
+    measured = ("objective.z_loss=0.1", "train.val_every=5")
+    two.append(run("zero3-measured-fp32", "fp32", *CELLS["zero3"], *measured))
     if HAS_COMPILER:
         prepare("cpu_adam")
-    launch(directory, 1, [run(f"single-{p}", p) for p in precisions])
+    launch(directory, 1, [*(run(f"single-{p}", p) for p in precisions), run("single-measured-fp32", "fp32", *measured)])
     launch(directory, 2, two)
     last = [run(f"zero3-single-{p}", p, resume=f"zero3-{p}") for p in precisions]
     launch(directory, 1, [*last, run("alone-fp32", "fp32", *CELLS["zero3"])])
@@ -105,6 +107,17 @@ def test_checkpoints_pass_between_shardings(trained, resumed, began, precision):
     """The five steps after the checkpoint against those of the run that wrote it: state that got lost would show in the second."""
     tolerance = {"fp32": 1e-5, "bf16": 1e-3}[precision]
     assert differ(trained, f"{resumed}-{precision}", f"{began}-{precision}", 5) <= tolerance
+
+
+def test_validation_measures_what_one_process_does(trained):
+    """And no z-loss: the engine is in evaluation where the model is."""
+    rows = [
+        [row["val_loss"] for row in metrics(str(trained / run)) if row["val_loss"]]
+        for run in ("zero3-measured-fp32", "single-measured-fp32")
+    ]
+    assert len(rows[0]) == 2
+    assert [float(loss) for loss in rows[0]] == pytest.approx([float(loss) for loss in rows[1]], rel=1e-5)
+    assert differ(trained, "zero3-measured-fp32", "single-measured-fp32", 10) <= 1e-5
 
 
 def test_tied_heads_experts_and_other_optimizers(tmp_path):

@@ -142,3 +142,23 @@ def test_parameters_that_a_family_computes_have_no_bytes_either():
     config = AutoConfig.for_model("llama4_text", **_SHAPE, num_key_value_heads=2, head_dim=8, num_local_experts=2, intermediate_size_mlp=64)
     model = HFCausalLM(lambda dtype: AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager"))
     assert all(p.is_meta for p in model.parameters())
+
+
+def test_the_routers_balance_is_in_the_loss_that_trains(tmp_path):
+    """As transformers adds it to its own, where the configuration asks for it."""
+    from fw_plugins.objective.causal_lm import CausalLMConfig, CausalLMObjective
+
+    config = AutoConfig.for_model(
+        "olmoe", **FAMILIES["olmoe"], output_router_logits=True, router_aux_loss_coef=5.0, bos_token_id=1, eos_token_id=1
+    )
+    theirs = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    theirs.save_pretrained(tmp_path)
+    ours = fw.load_model(tmp_path, model="hf")
+    objective = CausalLMObjective(CausalLMConfig())
+    batch = {"input_ids": IDS, "labels": torch.cat([IDS[:, 1:], torch.full((2, 1), -100)], dim=1)}
+    count = objective.count(batch)
+    with_balance = float(objective.loss_sum(ours.train(), batch).detach()) / count
+    without = float(objective.loss_sum(ours.eval(), batch).detach()) / count
+    assert with_balance == pytest.approx(float(theirs.train()(IDS, labels=IDS).loss), rel=1e-5)
+    assert without == pytest.approx(float(theirs.eval()(IDS, labels=IDS, output_router_logits=False).loss), rel=1e-5)
+    assert with_balance > without + 1

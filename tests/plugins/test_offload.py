@@ -139,6 +139,14 @@ def test_a_tensor_saved_twice_is_stored_once_and_parameters_never(tmp_path):
     assert len(stores) == 1 and stores[0].shape == (8, 64)
 
 
+@pytest.mark.parametrize("cut", [lambda t: t, lambda t: t[:, 3:7], lambda t: t.t(), lambda t: t[::2]])
+def test_what_comes_back_is_laid_out_as_it_was(tmp_path, cut):
+    """Gaps included: compiled code has asserted the strides of what it saves."""
+    tensor = cut(torch.randn(6, 24))
+    back = _DiskStore(tmp_path)(tensor)(torch.device("cpu"))
+    assert back.equal(tensor) and back.stride() == tensor.stride()
+
+
 def test_a_full_disk_is_said(tmp_path):
     def full(*_):
         raise OSError(28, "No space left on device")

@@ -73,6 +73,8 @@ def held(run_dir: Path) -> Iterator[None]:
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not lock.exists() or lock.stat().st_ino != os.fstat(file.fileno()).st_ino:
+                raise BlockingIOError(errno.EAGAIN, "the run that held it has ended this moment")
         except OSError as error:
             if error.errno not in (errno.EAGAIN, errno.EACCES):
                 yield  # a file system without locks

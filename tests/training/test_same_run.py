@@ -1,0 +1,45 @@
+"""Who takes part in a run, and who may write its directory."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from conftest import fw
+from fw.config import load
+from fw.errors import RunError, UserError
+from fw.recipe import World, resolve
+from fw.training.same_run import begun_by_this_torchrun, check_same_run, held, note_starter
+from thread_ranks import on_ranks
+
+
+def test_a_directory_belongs_to_one_run_at_a_time(workspace):
+    with held(Path("run")):
+        with pytest.raises(UserError, match=f"another run is writing run \\(process {os.getpid()} on "), held(Path("run")):
+            pass
+        done = fw("train", "tiny.yaml", "train.max_steps=1")
+        assert done.code == 2 and "another run is writing run" in done.err and not Path("run").exists()
+        with held(Path("other")):
+            pass
+    assert not list(Path().glob(".*.lock"))
+    fw("train", "tiny.yaml", "train.max_steps=1").ok()
+
+
+def test_ranks_of_two_runs_or_two_configs_do_not_train_together(workspace, monkeypatch):
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    one = resolve(load("tiny.yaml", ["sharding=ddp", "launch.devices=2"]), World())
+    seed = resolve(load("tiny.yaml", ["sharding=ddp", "launch.devices=2", "train.seed=1", "optimizer.lr=0.1"]), World())
+    threads = resolve(load("tiny.yaml", ["sharding=ddp", "launch.devices=2", "launch.threads=1"]), World())
+    assert on_ranks(2, lambda own: check_same_run(one if own.rank else threads, own)) == [None, None]
+    for found in on_ranks(2, lambda own: check_same_run(seed if own.rank else one, own)):
+        assert isinstance(found, RunError) and "rank 1 has another optimizer, train than rank 0" in str(found)
+
+
+def test_torchrun_goes_on_with_its_own_run_only(tmp_path, monkeypatch):
+    assert not begun_by_this_torchrun(tmp_path)
+    note_starter(tmp_path)
+    assert begun_by_this_torchrun(tmp_path)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "another")
+    assert not begun_by_this_torchrun(tmp_path)
