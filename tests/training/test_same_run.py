@@ -21,6 +21,8 @@ def test_a_directory_belongs_to_one_run_at_a_time(workspace):
             pass
         done = fw("train", "tiny.yaml", "train.max_steps=1")
         assert done.code == 2 and "another run is writing run" in done.err and not Path("run").exists()
+        done = fw("train", "tiny.yaml", "train.max_steps=1", "sharding=ddp", "launch.devices=2")
+        assert done.code == 2 and "another run is writing run" in done.err and not Path("run").exists()
         with held(Path("other")):
             pass
     assert not list(Path().glob(".*.lock"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from fw.checkpointing.ranks import OneRank
@@ -14,10 +14,13 @@ from fw.launching.rank_log import LOG_DIR
 from fw.place import Place
 from fw.recipe import Recipe
 from fw.training import resume, run_dir
+from fw.training.same_run import held
 
 
-class Attempts:
+class Attempts(ExitStack):
     """The attempts at one run, of which each but the first goes on where the last one left off.
+
+    A context, at whose end the run directory is anyone's again. Of several hosts only the one that prepares holds it: they may share it.
 
     Args:
         start: the checkpoint the run begins from, if any.
@@ -25,6 +28,7 @@ class Attempts:
     """
 
     def __init__(self, recipe: Recipe, start: Reader | None, say: Callable[[str], None]) -> None:
+        super().__init__()
         self._recipe, self._start, self._say = recipe, start, say
         self._older: set[str] = set()
 
@@ -32,10 +36,11 @@ class Attempts:
         """Make the run directory and the attempt's log directory; returns environment variables for the ranks.
 
         Raises:
-            UserError: the run directory cannot be used.
+            UserError: the run directory cannot be used, or another run is writing it.
         """
         recipe = self._recipe
         if attempt == 0:
+            self.enter_context(held(recipe.run_dir))
             run_dir.make(recipe.run_dir, continues=run_dir.continues(recipe, self._start))
             run_dir.make_room(recipe, self._start)
             self._older = set(self._identities())

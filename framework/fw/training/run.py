@@ -79,8 +79,7 @@ def _launch(recipe: Recipe, files: Sequence[str], overrides: Sequence[str]) -> T
     """Start the ranks. What can be wrong is found here first, where it is said once, and the slow preparation is done once."""
     device = _device(recipe, World(local_size=recipe.launch.devices))
     use_interface(recipe.launch, False, recipe.config.origin(("launch", "interface")), {})  # only checked: the ranks use it
-    with held(recipe.run_dir):
-        attempts = Attempts(recipe, check_input(recipe, device), _say)
+    with Attempts(recipe, check_input(recipe, device), _say) as attempts:
         recipe.sharding.prepare(recipe.step_spec(device), _say)
         command = [sys.executable, "-m", "fw", "train", *files, *overrides]
         code = recipe.launcher.launch(command, recipe.launch, attempts.prepare)
