@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from fw.config import load
+from fw.config.origin import override
 from fw.config.yaml_source import parse, parse_value
 from fw.errors import UserError
 
@@ -38,7 +39,7 @@ def test_yaml_scalars_are_those_of_yaml_1_2():
 
 @pytest.mark.parametrize(("text", "value"), [("1", 1), ("3e-4", 3e-4), ("off", "off"), ("[a, 1]", ["a", 1]), ("", None), ("a: [", "a: [")])
 def test_override_values_follow_the_same_rules(text, value):
-    assert parse_value(text) == value
+    assert parse_value(text, override(f"key={text}"))[0] == value
 
 
 def test_later_layers_win_and_lists_replace(write):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -121,13 +123,25 @@ def test_what_deepspeed_cannot_do_is_refused(tmp_path, monkeypatch, options, cha
         Zero(ZeroConfig(**options)).check(model(), {"shard": 2}, replace(SPEC, **changes), 64)
 
 
+KILLED = """
+import os, sys
+from pathlib import Path
+from fw_plugins.sharding.zero.disk import OwnDirectory
+print(OwnDirectory(Path(sys.argv[1])).path, flush=True)
+os.kill(os.getpid(), 9)
+"""
+
+
 def test_a_full_disk_is_refused_and_what_was_left_there_removed(tmp_path, monkeypatch):
     spec = replace(SPEC, offload=OffloadPolicy("nvme", "nvme", path=tmp_path), ranks_per_host=2)
     numel = sum(p.numel() for p in model().parameters())
-    abandoned, own = tmp_path / disk.own_directory(tmp_path).name.replace(str(os.getpid()), "999999999"), disk.own_directory(tmp_path)
-    abandoned.mkdir()
+    abandoned, own = subprocess.run([sys.executable, "-c", KILLED, tmp_path], capture_output=True, text=True), disk.OwnDirectory(tmp_path)
+    assert abandoned.returncode == -9
+    left = Path(abandoned.stdout.strip())
+    assert left.parent == tmp_path and not left.exists() and own.path.is_dir()
+    left.mkdir()
     Zero(ZeroConfig(stage=3)).check(model(), {"shard": 2}, spec, 64)
-    assert own.is_dir() and not abandoned.exists()
+    assert own.path.is_dir() and not left.exists()
     needs = 2 * disk.bytes_per_rank(spec, numel, 2)
     assert needs >= numel * 18
     monkeypatch.setattr(disk.shutil, "disk_usage", lambda path: type("Usage", (), {"free": needs - 1}))

@@ -96,6 +96,8 @@ def test_wrong_input_is_refused_in_one_sentence(recipe, override, message):
 def test_text_options_get_what_was_written(recipe, workspace):
     made = recipe("train.run_dir=007", "train.sample_prompt=Hello: world")
     assert made.train.run_dir == "007" and made.train.sample_prompt == "Hello: world"
+    made = recipe("train={run_dir: 007, max_steps: 3}")
+    assert made.train.run_dir == "007" and made.train.max_steps == 3
     Path("text.yaml").write_text("extends: tiny.yaml\ntrain: {run_dir: 1e5, sample_prompt: on}\n")
     train = resolve(load("text.yaml")).train
     assert (train.run_dir, train.sample_prompt) == ("1e5", "on")

@@ -90,9 +90,9 @@ class _Layers:
         if parts == ("extends",):
             raise UserError("'extends' belongs in a file; give the other file's values as overrides, or write a file that extends it")
         origin = override(text)
-        value = yaml_source.parse_value(value_text)
+        value, inside = yaml_source.parse_value(value_text, origin)
         tree: Any = value
-        origins = {(*parts, *inner): origin for inner in [(), *_paths(value)]}
+        origins = {(*parts, *inner): of for inner, of in inside.items()}
         if len(parts) > 1 and isinstance(self.tree.get(parts[0]), list):
             self._set_in_list(parts, value, origins, text)
             return
@@ -154,13 +154,3 @@ def layered(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
 def _another_kind(before: Mapping[str, Any], value: Mapping[str, Any]) -> bool:
     """Whether a nested section says that it is something else now (``name``, ``rope_type``), to which the old options mean nothing."""
     return any(value[key] != before[key] for key in value.keys() & before.keys() if key == "name" or str(key).endswith("_type"))
-
-
-def _paths(value: Any) -> list[Path]:
-    """Every path inside a nested value."""
-    items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
-    found: list[Path] = []
-    for key, inner in items:
-        found.append((str(key),))
-        found.extend((str(key), *rest) for rest in _paths(inner))
-    return found

@@ -31,4 +31,4 @@ DEFAULT = Origin("default")
 
 def override(text: str) -> Origin:
     """The origin of a value given as ``key=value`` on the command line."""
-    return Origin("override", text=text, raw=text.partition("=")[2])
+    return Origin("override", text=text)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path as FilePath
 from typing import Any
 
@@ -97,14 +98,20 @@ def _with_text_keys(value: Any) -> Any:
     return [_with_text_keys(inner) for inner in value] if isinstance(value, list) else value
 
 
-def parse_value(text: str) -> Any:
-    """The value of an override, by the same rules as in a file; text that is no YAML stays a string."""
+def parse_value(text: str, origin: Origin) -> tuple[Any, dict[Path, Origin]]:
+    """The value of an override, by the same rules as in a file, and the origins of what is in it; text that is no YAML stays a string."""
     loader = None
     try:
         loader = _CoreLoader(text)
-        return _with_text_keys(loader.get_single_data())
+        node = loader.get_single_node()
+        if node is None:
+            return None, {(): origin}
+        origins: dict[Path, Origin] = {}
+        _collect(node, (), str(origin), origins)
+        value = _with_text_keys(loader.construct_document(node))
+        return value, {path: replace(origin, raw=o.raw) for path, o in {(): Origin("", raw=_raw(node)), **origins}.items()}
     except (yaml.YAMLError, ValueError, RecursionError):
-        return text
+        return text, {(): origin}
     finally:
         if loader is not None:
             loader.dispose()

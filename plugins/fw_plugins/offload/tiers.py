@@ -28,7 +28,7 @@ class TiersConfig:
     activations_above: str = "64KiB"
     """Activations below this stay on the device: too many copies for too few bytes."""
     path: str = ""
-    """Directory on the disk for `nvme`; its free space is checked before the run starts to fill it."""
+    """Directory on the disk for `nvme`; before the run starts it is tried, and its free space compared with what the state will take."""
 
     def __post_init__(self) -> None:
         parse_size(self.activations_above)

@@ -18,7 +18,7 @@ from fw.kinds.model import CausalLM
 from fw.kinds.offload import OffloadPolicy
 from fw.kinds.optimizer import OptimizerSpec
 from fw.kinds.sharding import StepSpec
-from fw_plugins.sharding.space import check_space
+from fw_plugins.sharding.space import allow_open_files, check_space
 
 
 class OffloadedOptimizer:
@@ -31,6 +31,8 @@ class OffloadedOptimizer:
 
     def __init__(self, groups: Sequence[Mapping[str, Any]], spec: OptimizerSpec, policy: OffloadPolicy) -> None:
         self._path = policy.path if policy.optimizer == "nvme" else None
+        if self._path is not None:
+            allow_open_files()
         self._each: dict[nn.Parameter, tuple[Tensor, torch.optim.Optimizer]] = {}
         self._mapped: dict[Tensor, list[mmap.mmap]] = {}
         for group in groups:

@@ -61,8 +61,8 @@ class Zero(ShardingPlugin):
         undecayed = model.undecayed()
         nvme = None
         if spec.offload.path is not None and "nvme" in (spec.offload.optimizer, spec.offload.params):
-            nvme = disk.own_directory(spec.offload.path)
-        config = ds_config.build(self.config, spec, dist.get_world_size(), sum(sizes), max(sizes), nvme)
+            nvme = disk.OwnDirectory(spec.offload.path)
+        config = ds_config.build(self.config, spec, dist.get_world_size(), sum(sizes), max(sizes), nvme.path if nvme else None)
         text = json.dumps(config, indent=1) + "\n"
         try:
             model.to(spec.precision.compute)
@@ -78,7 +78,7 @@ class Zero(ShardingPlugin):
             give({name: tensor for name, tensor in model.stored().items() if name not in shapes})
         except BaseException:
             if nvme is not None:
-                disk.remove(nvme)
+                nvme.remove()
             raise
         return stepper
 

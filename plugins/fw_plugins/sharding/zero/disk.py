@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
-import socket
+import tempfile
 from pathlib import Path
 
 from fw.kinds.sharding import StepSpec
@@ -12,6 +13,8 @@ from fw_plugins.sharding import space
 
 _OPTIMIZER_BYTES = 16
 """Per parameter: fp32 weights, their gradient and two moments. An optimizer of fewer states takes less."""
+
+_PREFIX = "fw-zero-"
 
 
 def bytes_per_rank(spec: StepSpec, numel: int, ranks: int) -> int:
@@ -28,27 +31,51 @@ def check_space(spec: StepSpec, numel: int, ranks: int) -> None:
     """
     path = spec.offload.path
     assert path is not None, "the offload plugin asks for it"
-    if path.is_dir():
-        _remove_abandoned(path)
+    _remove_abandoned(path)
     space.check_space(path, bytes_per_rank(spec, numel, ranks), min(spec.ranks_per_host, ranks))
 
 
-def own_directory(path: Path) -> Path:
-    """A directory that no other rank and no other run uses; :func:`remove` ends it."""
-    own = path / f"fw-{socket.gethostname()}-{os.getpid()}"
-    remove(own)
-    own.mkdir(parents=True)
-    return own
+class OwnDirectory:
+    """A new directory that is this process's alone.
+
+    A lock says so, which ends with the process however that ends; containers that share a disk may share names and process numbers.
+    """
+
+    def __init__(self, parent: Path) -> None:
+        parent.mkdir(parents=True, exist_ok=True)
+        _remove_abandoned(parent)
+        space.allow_open_files()
+        while True:
+            self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
+            if (lock := _lock(self.path)) is not None and self.path.exists():  # else another took it for abandoned before it was locked
+                self._lock: int | None = lock
+                return
+
+    def remove(self) -> None:
+        """With all in it."""
+        if self._lock is not None:
+            shutil.rmtree(self.path, ignore_errors=True)
+            os.close(self._lock)
+            self._lock = None
 
 
-def remove(own: Path) -> None:
-    """What :func:`own_directory` gave, with all in it."""
-    shutil.rmtree(own, ignore_errors=True)
+def _lock(directory: Path) -> int | None:
+    """None where another process holds it."""
+    try:
+        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        return None
+    return descriptor
 
 
-def _remove_abandoned(path: Path) -> None:
-    """What runs of this host that were killed have left."""
-    for left in path.glob(f"fw-{socket.gethostname()}-*"):
-        process = left.name.rpartition("-")[2]
-        if process.isdigit() and not Path("/proc", process).exists() and Path("/proc/self").exists():
-            remove(left)
+def _remove_abandoned(parent: Path) -> None:
+    """What processes that were killed have left."""
+    for left in parent.glob(f"{_PREFIX}*"):
+        if (lock := _lock(left)) is not None:
+            shutil.rmtree(left, ignore_errors=True)
+            os.close(lock)

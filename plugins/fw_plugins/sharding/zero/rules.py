@@ -34,7 +34,7 @@ def check(config: ZeroConfig, spec: StepSpec, model: CausalLM, ranks: int) -> No
         least = math.ceil(max(p.numel() for p in model.parameters()) / ranks)
         if config.param_buffer_size < least:
             raise UserError(f"sharding.param_buffer_size: {config.param_buffer_size} is less than a rank's largest part, {least} elements")
-    if "nvme" in (spec.offload.optimizer, spec.offload.params):
+    if spec.offload.path is not None:
         disk.check_space(spec, sum(p.numel() for p in model.parameters()), ranks)
 
 

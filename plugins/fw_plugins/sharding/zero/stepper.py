@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from fw.errors import RunError
 from fw.kinds.checkpoint import Kept, Piece
 from fw.kinds.model import Give
 from fw.kinds.sharding import Stepper, StepResult, StepSpec
-from fw_plugins.sharding.zero import disk
+from fw_plugins.sharding.zero.disk import OwnDirectory
 from fw_plugins.sharding.zero.fragments import Flats
 
 
@@ -37,7 +36,7 @@ class ZeroStepper(Stepper):
         shapes: dict[str, torch.Size],
         spec: StepSpec,
         files: Mapping[str, str],
-        nvme: Path | None,
+        nvme: OwnDirectory | None,
     ) -> None:
         self._engine = engine
         self._named = list(named)
@@ -176,7 +175,7 @@ class ZeroStepper(Stepper):
     def close(self) -> None:
         """Remove what is on the disk."""
         if self._nvme is not None:
-            disk.remove(self._nvme)
+            self._nvme.remove()
 
 
 def _is_deepspeeds(optimizer: torch.optim.Optimizer) -> bool:
