@@ -92,8 +92,8 @@ def test_an_extending_file_that_names_another_plugin_drops_the_options(write):
 
 def test_an_item_of_a_list_is_picked_by_number_or_name(write):
     path = write("c.yaml", "logger: [csv, wandb]")
-    for override in ("logger.1.project=x", "logger.wandb.project=x"):
-        assert load(path, [override]).tree["logger"] == ["csv", {"name": "wandb", "project": "x"}]
+    for item in ("logger.1.project=x", "logger.wandb.project=x"):
+        assert load(path, [item]).tree["logger"] == ["csv", {"name": "wandb", "project": "x"}]
     with pytest.raises(UserError, match="nothing there has options"):
         load(path, ["logger.0.a=1", "logger.0.a.b=2"])
     with pytest.raises(UserError, match="pick one of them"):

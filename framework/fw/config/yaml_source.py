@@ -101,17 +101,18 @@ def _with_text_keys(value: Any) -> Any:
 def parse_value(text: str, origin: Origin) -> tuple[Any, dict[Path, Origin]]:
     """The value of an override, by the same rules as in a file, and the origins of what is in it; text that is no YAML stays a string."""
     loader = None
+    whole = replace(origin, raw=text)
     try:
         loader = _CoreLoader(text)
         node = loader.get_single_node()
         if node is None:
-            return None, {(): origin}
+            return None, {(): whole}
         origins: dict[Path, Origin] = {}
         _collect(node, (), str(origin), origins)
         value = _with_text_keys(loader.construct_document(node))
-        return value, {path: replace(origin, raw=o.raw) for path, o in {(): Origin("", raw=_raw(node)), **origins}.items()}
+        return value, {(): whole, **{path: replace(origin, raw=inner.raw) for path, inner in origins.items()}}
     except (yaml.YAMLError, ValueError, RecursionError):
-        return text, {(): origin}
+        return text, {(): whole}
     finally:
         if loader is not None:
             loader.dispose()
