@@ -6,6 +6,7 @@ import math
 from dataclasses import fields
 
 import torch
+from torch import nn
 
 from fw.errors import UserError
 from fw.kinds.model import CausalLM
@@ -30,6 +31,15 @@ def check(config: ZeroConfig, spec: StepSpec, model: CausalLM, ranks: int) -> No
         raise UserError(f"zero trains all parameters, and '{frozen[0]}' is frozen; use sharding=fsdp")
     if config.zero_hpz_partition_size is not None and ranks % config.zero_hpz_partition_size:
         raise UserError(f"sharding.zero_hpz_partition_size: {config.zero_hpz_partition_size} does not divide {ranks} ranks")
+    if (config.allgather_bucket_size or 0) % 2:
+        raise UserError(
+            f"sharding.allgather_bucket_size: {config.allgather_bucket_size} is odd, and DeepSpeed gathers from even places only"
+        )
+    if (whole := _granularity(model)) <= (config.stage3_module_granularity_threshold or 0):
+        raise UserError(
+            f"sharding.stage3_module_granularity_threshold: {config.stage3_module_granularity_threshold} takes the whole model for one module"
+            f" (its granularity is {whole}), which DeepSpeed cannot train; give less"
+        )
     if spec.offload.params == "nvme" and config.param_buffer_size is not None:
         least = math.ceil(max(p.numel() for p in model.parameters()) / ranks)
         if config.param_buffer_size < least:
@@ -79,3 +89,10 @@ def _options(config: ZeroConfig, spec: StepSpec) -> None:
         if getattr(config, field.name) is not None and not used.get(field.name, True):
             which = {**dict.fromkeys(PARAM_BUFFERS, ".params"), **dict.fromkeys(OPTIMIZER_BUFFERS, ".optimizer")}.get(field.name, "")
             raise UserError(f"sharding.{field.name}: offload{which} is not on nvme, so there is nothing it could do; leave it out")
+
+
+def _granularity(model: CausalLM) -> float:
+    """Of the whole model, as DeepSpeed counts it: elements by modules that have any; infinite above a billion, which it leaves divided."""
+    numel = sum(p.numel() for p in model.parameters())
+    modules = [m for m in model.modules() if type(m).__name__ not in nn.modules.container.__all__ and any(True for _ in m.parameters())]
+    return numel // len(modules) if numel <= 1e9 else math.inf
