@@ -108,7 +108,7 @@ REFUSED = [
     ({}, {"offload": OffloadPolicy(gradients="cpu")}, "set offload.optimizer=cpu as well"),
     ({"stage": 3, "zero_quantized_weights": True}, {}, "ZeRO\\+\\+ needs GPUs"),
     ({"allgather_bucket_size": 3}, {}, "3 is odd"),
-    # 18,720 elements in 28 modules: the model and its body, embedding, head, last norm; in each of 2 blocks 7 projections, 2 norms and 2 around
+    # 18,720 elements in 28 modules: the model, embedding, head and last norm, and 12 of each block
     ({"stage": 3, "stage3_module_granularity_threshold": 668}, {}, "takes the whole model for one module \\(its granularity is 668"),
     ({"aio_queue_depth": 4}, {}, "offload is not on nvme"),
     ({"stage": 3, "param_buffer_count": 4}, {"offload": HOST}, "offload.params is not on nvme"),
