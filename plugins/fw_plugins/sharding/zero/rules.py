@@ -37,8 +37,8 @@ def check(config: ZeroConfig, spec: StepSpec, model: CausalLM, ranks: int) -> No
         )
     if (whole := _granularity(model)) <= (config.stage3_module_granularity_threshold or 0):
         raise UserError(
-            f"sharding.stage3_module_granularity_threshold: {config.stage3_module_granularity_threshold} takes the whole model for one module"
-            f" (its granularity is {whole}), which DeepSpeed cannot train; give less"
+            f"sharding.stage3_module_granularity_threshold: {config.stage3_module_granularity_threshold} takes the whole model for one"
+            f" module (its granularity is {whole}), which DeepSpeed cannot train; give less"
         )
     if spec.offload.params == "nvme" and config.param_buffer_size is not None:
         least = math.ceil(max(p.numel() for p in model.parameters()) / ranks)
