@@ -10,6 +10,8 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import fw
+from plugins.test_activation import SPEC
+from plugins.test_activation import plugin as activation
 
 _SHAPE = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
 _OLD = {"vocab_size": 97, "n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4}
@@ -162,3 +164,25 @@ def test_the_routers_balance_is_in_the_loss_that_trains(tmp_path):
     assert with_balance == pytest.approx(float(theirs.train()(IDS, labels=IDS).loss), rel=1e-5)
     assert without == pytest.approx(float(theirs.eval()(IDS, labels=IDS, output_router_logits=False).loss), rel=1e-5)
     assert with_balance > without + 1
+
+
+@pytest.mark.parametrize(
+    "how", [{"full": {}}, {"sqrt": {}}, {"selective": {}}, {"auto": {"budget": "100KiB"}}], ids=lambda how: next(iter(how))
+)
+def test_recomputation_changes_no_gradient(family, how):
+    """transformers walks the blocks itself, with keywords of its own."""
+    _, directory, _ = family
+    found = []
+    for name, options in ({"none": {}} | how).items():
+        model = fw.load_model(directory, attention="eager", model="hf").train()
+        made = activation(name, **options)
+        made.check(model, {}, SPEC, IDS.shape[1])
+        made.apply(model, SPEC, IDS.shape[1])
+        for _ in range(3):
+            model.zero_grad()
+            torch.manual_seed(0)
+            loss = model(IDS, readout=lambda x, head, extra: head(x).float().logsumexp(-1).sum() + (0 if extra is None else extra))
+            loss.backward()
+        found.append({"loss": loss.detach(), **{n: p.grad for n, p in model.named_parameters() if p.grad is not None}})
+    plain, again = found
+    assert plain.keys() == again.keys() and all(torch.equal(plain[key], again[key]) for key in plain)

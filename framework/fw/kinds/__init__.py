@@ -41,6 +41,7 @@ KINDS: dict[str, Kind] = {
             "fp32",
         ),
         Kind("sharding", "how ranks divide the model", "fw.kinds.sharding:ShardingPlugin", "single"),
+        Kind("activation", "what backward recomputes", "fw.kinds.activation:ActivationPlugin", "none"),
         Kind("offload", "what lives on the host or disk", "fw.kinds.offload:OffloadPlugin", "tiers"),
         Kind("optimizer", "the update rule", "fw.kinds.optimizer:OptimizerPlugin", "adamw"),
         Kind("schedule", "the learning rate over time", "fw.kinds.schedule:SchedulePlugin", "constant"),

@@ -26,6 +26,7 @@ from fw.config import (
 )
 from fw.errors import UserError, did_you_mean
 from fw.kinds import KINDS, Kind
+from fw.kinds.activation import ActivationPlugin
 from fw.kinds.attention import AttentionPlugin
 from fw.kinds.checkpoint import CheckpointPlugin
 from fw.kinds.data import DataPlugin
@@ -59,6 +60,7 @@ class Recipe:
     objective: ObjectivePlugin
     precision: PrecisionPlugin
     sharding: ShardingPlugin
+    activation: ActivationPlugin
     offload: OffloadPlugin
     optimizer: OptimizerPlugin
     schedule: SchedulePlugin

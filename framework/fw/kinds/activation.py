@@ -1,0 +1,29 @@
+"""The contract of ``activation``: what forward does not keep for backward, which computes it again."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import ClassVar
+
+from fw.kinds.model import CausalLM
+from fw.kinds.sharding import StepSpec
+from fw.registry import Plugin
+
+
+class ActivationPlugin(Plugin):
+    """Decides what is recomputed. The result of a step is the same; memory and time are not."""
+
+    kind: ClassVar[str] = "activation"
+
+    def check(self, model: CausalLM, mesh_shape: Mapping[str, int], spec: StepSpec, sequence_length: int) -> None:
+        """Refuse what the model does not allow, before any rank starts. ``model`` is on the meta device.
+
+        Raises:
+            UserError: with what would work.
+        """
+
+    @abstractmethod
+    def apply(self, model: CausalLM, spec: StepSpec, sequence_length: int) -> None:
+        """Change what the model's modules do when called; their names and parameters stay. On the meta device, on every rank alike,
+        before blocks are compiled and divided."""

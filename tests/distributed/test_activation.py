@@ -1,0 +1,41 @@
+"""Recomputation under every way to divide a run: the same losses and gradient norms, to the bit, as the same division without it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from conftest import column, environment
+
+SHARDINGS = {
+    "ddp": ["sharding=ddp"],
+    "fsdp": ["sharding=fsdp"],
+    "fsdp-tensor": ["sharding=fsdp", "sharding.tensor=2"],
+    "fsdp-context": ["sharding=fsdp", "sharding.context=2"],
+    "zero-1": ["sharding=zero", "sharding.stage=1"],
+    "zero-3": ["sharding=zero", "sharding.stage=3"],
+}
+ACTIVATIONS = ["none", "full", "sqrt", "selective", "modules", "{name: auto, budget: 400KiB}"]
+
+
+def test_every_division_recomputes(workspace: Path) -> None:
+    shared = ["train.max_steps=3", "launch.threads=1", "train.micro_batch_size=2", "model.num_hidden_layers=4", "train.val_every=2"]
+    runs = {
+        f"{sharding}-{number}": [*how, *shared, f"activation={activation}", f"train.run_dir={sharding}-{number}"]
+        for sharding, how in SHARDINGS.items()
+        for number, activation in enumerate(ACTIVATIONS)
+    }
+    program = str(Path(__file__).with_name("train_in_turn.py"))
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", program, json.dumps(list(runs.values()))]
+    done = subprocess.run(torchrun, capture_output=True, text=True, env=environment(), timeout=900)
+    assert done.returncode == 0, done.stderr[:6000]
+    for sharding in SHARDINGS:
+        for number, activation in enumerate(ACTIVATIONS):
+            for name in ("loss", "grad_norm"):
+                found, expected = (column(f"{sharding}-{which}", name) for which in (number, 0))
+                assert found == expected and len(found) == 3, (sharding, activation, name)
+    told = [line for line in done.stderr.splitlines() if "activations: blocks keep" in line]
+    assert len(told) == len(SHARDINGS), "rank 0 tells"
+    assert all("repeat 100%" not in line and "repeat 0%" not in line for line in told), told
