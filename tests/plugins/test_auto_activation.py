@@ -124,6 +124,22 @@ def test_what_stays_is_what_was_chosen(capfd):
     assert operations[0] == flops(build("llama", "full")) and operations[-1] == flops(build("llama"))
 
 
+def test_the_first_step_takes_no_more_than_full_recomputation():
+    peaks = {}
+    for name, options in (("none", {}), ("full", {}), ("auto", {"budget": "1MiB"})):
+        model = build("deep", name, **options)
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        ids = torch.arange(4 * 64).view(4, 64) % 50
+        with allocations(CPU) as found:
+            loss = model(ids, readout=lambda x, head, extra: x.square().sum())
+            loss.backward()
+            del loss
+        assert found.left_bytes < 10_000, name
+        peaks[name] = found.peak_bytes
+    assert peaks["auto"] < peaks["full"] * 1.05 < peaks["none"] / 2
+
+
 def test_other_architectures_and_dropout():
     for architecture in ("gemma2", "mixtral", "gpt2", "dropout"):
         model = build(architecture, "auto", budget="120KiB" if architecture == "gpt2" else "250KiB")

@@ -68,15 +68,14 @@ def profile(forward: Callable[..., Any], parameters: Iterable[Tensor], args: tup
     saved: dict[int, Tensor] = {}
     needed = 0
 
-    def pack(tensor: Tensor) -> Tensor:
+    def pack(tensor: Tensor) -> None:  # no backward follows, and a result that its own graph holds would never be freed
         nonlocal needed
         needed = len(recorder.operations)
         if storage(tensor) not in present:
             saved[storage(tensor)] = tensor.detach()  # held, so that no other gets its address
-        return tensor
 
     devices = sorted({tensor.device.index for tensor in tensors if tensor.is_cuda})
-    with torch.random.fork_rng(devices), saved_tensors_hooks(pack, lambda tensor: tensor), recorder:
+    with torch.random.fork_rng(devices), saved_tensors_hooks(pack, lambda nothing: nothing), recorder:
         forward(*args, **kwargs)
     input_bytes = sum(given[name] for name in inputs)
     saved_bytes = input_bytes + sum(tensor.untyped_storage().nbytes() for tensor in saved.values())
