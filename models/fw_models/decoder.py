@@ -10,12 +10,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fw.errors import UserError
 from fw.kinds.attention import AttentionPlugin, Pattern
-from fw.kinds.model import CausalLM, HFTensor, Init, KVShape, Readout, TensorPlan
+from fw.kinds.model import CausalLM, HFTensor, Init, KVShape, LinearHead, Readout, TensorPlan
 from fw_models.hf_config import HFNames, write
 from fw_models.layers import Angles, Attention, AttentionShape, GatedMLP, RMSNorm, Rope, RopeScaling, positions
 
@@ -192,7 +193,8 @@ class Decoder(CausalLM):
         x_BLD = self.norm(x_BLD)
         if readout is None:
             return self.head(x_BLD)
-        return readout(x_BLD, self.head, self.auxiliary_loss(routed, segments_BL) if self.training and routed else None)
+        head = LinearHead.of(self.lm_head or self.embed_tokens, self.final_softcap) or self.head
+        return readout(x_BLD, head, self.auxiliary_loss(routed, segments_BL) if self.training and routed else None)
 
     def embed(self, ids_BL: Tensor) -> Tensor:
         """``[B, L]`` → ``[B, L, D]``."""
@@ -201,9 +203,14 @@ class Decoder(CausalLM):
     def head(self, x_BLD: Tensor) -> Tensor:
         """``[…, D]`` → ``[…, V]``."""
         # Tied weights are one parameter used twice, never two names for one: nothing to keep in step when it is sharded or loaded.
-        if self.lm_head is None:
-            return F.linear(x_BLD, self.embed_tokens.weight)
-        return self.lm_head(x_BLD)
+        logits = F.linear(x_BLD, self.embed_tokens.weight) if self.lm_head is None else self.lm_head(x_BLD)
+        cap = self.final_softcap
+        return logits if cap is None else cap * torch.tanh(logits / cap)
+
+    @property
+    def final_softcap(self) -> float | None:
+        """Bound of the logits; None for none."""
+        return None
 
     def auxiliary_loss(self, routed: Sequence[Tensor], segments_BL: Tensor | None) -> Tensor | None:
         """What the routers add to the loss, weighted, from their logits ``[B, L, E]``."""

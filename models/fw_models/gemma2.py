@@ -146,11 +146,10 @@ class Gemma2(Decoder):
         x_BLD: Tensor = self.embed_tokens(ids_BL)
         return x_BLD * torch.full((), self.config.hidden_size**0.5, dtype=x_BLD.dtype, device=x_BLD.device)
 
-    def head(self, x_BLD: Tensor) -> Tensor:
-        """Capped logits."""
-        logits = super().head(x_BLD)
-        cap = self.config.final_logit_softcapping
-        return logits if cap is None else cap * torch.tanh(logits / cap)
+    @property
+    def final_softcap(self) -> float | None:
+        """As configured."""
+        return self.config.final_logit_softcapping
 
     def init(self, name: str) -> Init:
         """Norms start at zero: they multiply with one more than their weight."""

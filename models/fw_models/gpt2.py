@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fw.errors import UserError
 from fw.kinds.attention import AttentionPlugin, Pattern
-from fw.kinds.model import CausalLM, HFTensor, Init, KVShape, Readout, TensorPlan
+from fw.kinds.model import CausalLM, HFTensor, Init, KVShape, LinearHead, Readout, TensorPlan
 from fw_models.hf_config import HFNames, write
 from fw_models.layers import ACTIVATIONS, positions
 
@@ -179,7 +179,9 @@ class GPT2(CausalLM):
         for block in self.h:
             x_BLD = block(x_BLD, plan)
         x_BLD = self.ln_f(x_BLD)
-        return self.head(x_BLD) if readout is None else readout(x_BLD, self.head, None)
+        if readout is None:
+            return self.head(x_BLD)
+        return readout(x_BLD, LinearHead.of(self.lm_head or self.wte) or self.head, None)
 
     def head(self, x_BLD: Tensor) -> Tensor:
         """``[…, D]`` → ``[…, V]``."""

@@ -44,7 +44,7 @@ def run_bare(options: argparse.Namespace) -> float:
     import torch
 
     from bare_loop import train
-    from fw.assemble import fill
+    from fw.assemble import values
     from fw.config import load
     from fw.recipe import resolve
 
@@ -52,9 +52,9 @@ def run_bare(options: argparse.Namespace) -> float:
     recipe.data.prepare(print)
     corpus = recipe.data.open(recipe.train.sequence_length)
     with torch.device("meta"):
-        model = recipe.model.build(recipe.model.vocab_size or corpus.tokenizer.vocab_size, recipe.attention)
-    model.to_empty(device="cpu")
-    fill(model, recipe.train.seed, None)
+        model = recipe.model.build(recipe.model.vocab_size or corpus.tokenizer.vocab_size, recipe.train.sequence_length, recipe.attention)
+    model.materialise(torch.device("cpu"))
+    values(model, recipe.train.seed, None, None)(model.stored())
     samples = [corpus.train[i] for i in range(len(corpus.train))]
     ids = torch.stack([torch.cat((s["input_ids"], s["labels"][-1:])) for s in samples])
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[options.precision]

@@ -9,19 +9,45 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fw.kinds.attention import AttentionPlugin
 from fw.registry import Plugin
 
 Head = Callable[[Tensor], Tensor]
-"""Maps hidden states ``[..., D]`` to logits ``[..., V]``."""
+"""Maps hidden states ``[..., D]`` to logits ``[..., V]``. One that is a :class:`LinearHead` lets an objective do better than call it."""
 Readout = Callable[[Tensor, Head, Tensor | None], Tensor]
 """Takes the last hidden states ``[B, L, D]``, the head, and what the model itself adds to the mean loss per token while it trains (a
 weighted scalar, as the balance of a router; None where there is nothing); what it returns, forward returns."""
 
 Give = Callable[[Mapping[str, Tensor]], None]
 """Fills tensors that a model stores, called by the model's own names, in place: plain ones whole, of DTensors what this rank keeps."""
+
+
+@dataclass(frozen=True)
+class LinearHead:
+    """``softcap · tanh(x Wᵀ / softcap)``; without softcap, ``x Wᵀ``. Holds the weight as it is during one forward."""
+
+    weight_VD: Tensor
+    softcap: float | None = None
+
+    @staticmethod
+    def of(module: nn.Module, softcap: float | None = None) -> LinearHead | None:
+        """With the weight of a linear layer or embedding; None where something else sees to that when the module is called (an adapter, an
+        engine that brings weights)."""
+        if type(module) not in (nn.Linear, nn.Embedding) or getattr(module, "bias", None) is not None:
+            return None
+        if module._forward_pre_hooks or module._forward_hooks or module._backward_pre_hooks or module._backward_hooks:
+            return None
+        weight = module.weight
+        assert isinstance(weight, Tensor)
+        return LinearHead(weight, softcap)
+
+    def __call__(self, x_D: Tensor) -> Tensor:
+        """``[..., D]`` → ``[..., V]``."""
+        logits_V = F.linear(x_D, self.weight_VD)
+        return logits_V if self.softcap is None else self.softcap * torch.tanh(logits_V / self.softcap)
 
 
 @dataclass(frozen=True)

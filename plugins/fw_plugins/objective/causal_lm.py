@@ -5,21 +5,34 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fw.errors import UserError
 from fw.kinds.data import IGNORED
 from fw.kinds.model import Head
 from fw.kinds.objective import ObjectivePlugin
+from fw_plugins.objective.chunked_loss import TokenLoss
 
 
 @dataclass
 class CausalLMConfig:
-    """Next-token prediction has one choice."""
+    """What is added to cross-entropy, and how much of it is computed at a time."""
 
     z_loss: float = 0.0
     """Weight of log²Z per token, which keeps logits from drifting (PaLM, https://arxiv.org/abs/2204.02311); 0 for none. It enters
     the reported training loss, not the validation loss."""
+    label_smoothing: float = 0.0
+    """Part of the target's probability that is spread over the whole vocabulary (Szegedy et al. 2016, https://arxiv.org/abs/1512.00567);
+    0 for none. In the training loss only."""
+    chunk_tokens: int = 0
+    """Tokens whose logits exist at a time; 0 for all of a micro-batch. The logits and their gradient take tokens · vocabulary · 4 bytes
+    (6 to 8 in bf16), without chunks twice that."""
+
+    def __post_init__(self) -> None:
+        if self.z_loss < 0 or self.chunk_tokens < 0:
+            raise UserError("objective.z_loss and objective.chunk_tokens must not be negative")
+        if not 0 <= self.label_smoothing < 1:
+            raise UserError(f"objective.label_smoothing: {self.label_smoothing} is not from 0 to below 1")
 
 
 class CausalLMObjective(ObjectivePlugin):
@@ -36,14 +49,14 @@ class CausalLMObjective(ObjectivePlugin):
     def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         """Summed cross-entropy, a fp32 scalar."""
         labels_T = batch["labels"].flatten()
-        z_loss = self.config.z_loss if model.training else 0.0
+        c = self.config
+        token_loss = TokenLoss(c.z_loss, c.label_smoothing) if model.training else TokenLoss()
 
         def readout(x_BLD: Tensor, head: Head, auxiliary: Tensor | None) -> Tensor:
-            logits_TV = head(x_BLD).flatten(0, 1).float()
-            loss = F.cross_entropy(logits_TV, labels_T, ignore_index=IGNORED, reduction="sum")
-            if z_loss:
-                # A product and no selection, which logits divided between ranks do not know.
-                loss = loss + z_loss * (logits_TV.logsumexp(-1).square() * (labels_T != IGNORED)).sum()
+            if 0 < c.chunk_tokens < len(labels_T):
+                loss = token_loss.chunked(x_BLD.flatten(0, 1), head, labels_T, c.chunk_tokens)
+            else:
+                loss = token_loss.of_logits(head(x_BLD).flatten(0, 1).float(), labels_T)
             if auxiliary is not None:
                 loss = loss + auxiliary * (labels_T != IGNORED).sum()  # a mean per token, as the loss will be
             return loss

@@ -1,0 +1,147 @@
+"""Cross-entropy of a linear head some tokens at a time, so that the logits of a whole batch never exist.
+
+Loss and gradients of a chunk are computed together while its logits are there; what stays is the gradient of the hidden states and the
+sum of the weight's. Nothing is computed twice: two matrix products per chunk for the gradients and one for the logits, as without chunks.
+(The idea is Liger's fused linear cross-entropy, https://arxiv.org/abs/2410.10989, here in plain tensor operations.)
+
+Shape suffixes: T tokens, c tokens of a chunk, V vocabulary, D width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from fw.kinds.data import IGNORED
+from fw.kinds.model import Head, LinearHead
+
+_ROWS_AT_A_TIME = 4096
+"""Of the weight's gradient, where it is summed in another dtype than the products have."""
+
+
+@dataclass(frozen=True)
+class TokenLoss:
+    """``(1 - s) · (log Z - z_y) + s · (log Z - mean z) + w · log² Z`` of logits z, label y and Z = Σ exp z; 0 where y is ignored.
+
+    Attributes:
+        z_loss: w.
+        smoothing: s (Szegedy et al. 2016, https://arxiv.org/abs/1512.00567).
+    """
+
+    z_loss: float = 0.0
+    smoothing: float = 0.0
+
+    def of_logits(self, logits_TV: Tensor, labels_T: Tensor) -> Tensor:
+        """Summed over tokens. Logits may be a DTensor divided along the vocabulary."""
+        loss = F.cross_entropy(logits_TV, labels_T, ignore_index=IGNORED, reduction="sum")
+        if not (self.z_loss or self.smoothing):
+            return loss
+        # Products and no selections, which logits divided between ranks do not know.
+        counted_T = labels_T != IGNORED
+        lse_T = logits_TV.logsumexp(-1)
+        if self.smoothing:
+            loss = (1 - self.smoothing) * loss + self.smoothing * ((lse_T - logits_TV.mean(-1)) * counted_T).sum()
+        if self.z_loss:
+            loss = loss + self.z_loss * (lse_T.square() * counted_T).sum()
+        return loss
+
+    def chunked(self, x_TD: Tensor, head: Head, labels_T: Tensor, tokens: int) -> Tensor:
+        """The same of ``head(x_TD)``, ``tokens`` at a time.
+
+        Of a head that is no :class:`LinearHead` the logits of a chunk are computed again in backward.
+        """
+        if isinstance(head, LinearHead):
+            loss: Tensor = _Chunked.apply(x_TD, head.weight_VD, labels_T, self, head.softcap, tokens)
+            return loss
+        losses = [self._again(x, head, y) for x, y in zip(x_TD.split(tokens), labels_T.split(tokens), strict=True)]
+        return sum(losses[1:], losses[0])
+
+    def _again(self, x_cD: Tensor, head: Head, labels_c: Tensor) -> Tensor:
+        def loss(x_cD: Tensor) -> Tensor:
+            return self.of_logits(head(x_cD[None]).flatten(0, 1).float(), labels_c)
+
+        if not torch.is_grad_enabled():
+            return loss(x_cD)
+        repeated: Tensor = checkpoint(loss, x_cD, use_reentrant=False)
+        return repeated
+
+
+class _Chunked(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, token_loss: TokenLoss, softcap: float | None, tokens: int
+    ) -> Tensor:
+        device = x_TD.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x_TD.dtype
+        wants_x, wants_weight, *_ = ctx.needs_input_grad
+        with torch.autocast(device, enabled=False):
+            product_VD = weight_VD.detach().to(dtype)
+            total = torch.zeros((), device=x_TD.device)
+            grad_x_TD = torch.empty_like(x_TD) if wants_x else None
+            grad_weight_VD = torch.zeros_like(weight_VD, dtype=torch.float32) if wants_weight else None
+            for first in range(0, len(x_TD), tokens):
+                rows = slice(first, first + tokens)
+                x_cD, labels_c = x_TD[rows].detach().to(dtype), labels_T[rows]
+                loss, grad_cV = _chunk(F.linear(x_cD, product_VD).float(), labels_c, token_loss, softcap, wants_x or wants_weight)
+                total += loss
+                if grad_cV is not None:
+                    grad_cV = grad_cV.to(dtype)
+                    if grad_x_TD is not None:
+                        grad_x_TD[rows] = grad_cV @ product_VD
+                    if grad_weight_VD is not None:
+                        _add_product(grad_weight_VD, grad_cV, x_cD)
+                    del grad_cV  # before the next chunk's logits
+        ctx.gradients = grad_x_TD, None if grad_weight_VD is None else grad_weight_VD.to(weight_VD.dtype)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        grad_x_TD, grad_weight_VD = ctx.gradients
+        del ctx.gradients
+        scaled = (None if g is None else g.mul_(grad.to(g.dtype)) for g in (grad_x_TD, grad_weight_VD))
+        return (*scaled, None, None, None, None)
+
+
+def _chunk(
+    z_cV: Tensor, labels_c: Tensor, token_loss: TokenLoss, softcap: float | None, with_gradient: bool
+) -> tuple[Tensor, Tensor | None]:
+    """The loss of a chunk, and its gradient by the product's result ``z_cV``, in whose memory it is computed."""
+    slope_cV = None
+    if softcap is not None:
+        slope_cV = z_cV.div_(softcap).tanh_()
+        z_cV = slope_cV * softcap
+    s, w = token_loss.smoothing, token_loss.z_loss
+    counted_c1 = (labels_c != IGNORED)[:, None]
+    labels_c1 = labels_c.where(counted_c1[:, 0], 0)[:, None]
+    label_c1 = z_cV.gather(1, labels_c1)
+    mean_c1 = z_cV.mean(-1, keepdim=True) if s else 0.0
+    most_c1 = z_cV.amax(-1, keepdim=True)
+    grad_cV = z_cV.sub_(most_c1).exp_()
+    sum_c1 = grad_cV.sum(-1, keepdim=True)
+    lse_c1 = sum_c1.log() + most_c1
+    each_c1 = lse_c1 - (1 - s) * label_c1 - s * mean_c1 + w * lse_c1.square()
+    loss = (each_c1 * counted_c1).sum()
+    if not with_gradient:
+        return loss, None
+    grad_cV.mul_((1 + 2 * w * lse_c1) / sum_c1)
+    if s:
+        grad_cV.sub_(s / grad_cV.shape[1])
+    grad_cV.scatter_add_(1, labels_c1, torch.full_like(labels_c1, s - 1, dtype=grad_cV.dtype))
+    grad_cV.mul_(counted_c1)
+    if slope_cV is not None:
+        grad_cV.mul_(slope_cV.square_().neg_().add_(1))
+    return loss, grad_cV
+
+
+def _add_product(sum_VD: Tensor, grad_cV: Tensor, x_cD: Tensor) -> None:
+    """``sum += gradᵀ x``, in fp32 whatever the factors are; no second copy of the sum."""
+    if grad_cV.dtype == sum_VD.dtype:
+        sum_VD.addmm_(grad_cV.t(), x_cD)
+        return
+    for rows in range(0, len(sum_VD), _ROWS_AT_A_TIME):
+        sum_VD[rows : rows + _ROWS_AT_A_TIME] += grad_cV[:, rows : rows + _ROWS_AT_A_TIME].t() @ x_cD
