@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
-from conftest import column, environment
+from conftest import column
+from distributed.ranks import run_ranks
 
 SHARDINGS = {
     "ddp": ["sharding=ddp"],
@@ -27,10 +25,7 @@ def test_every_division_recomputes(workspace: Path) -> None:
         for sharding, how in SHARDINGS.items()
         for number, activation in enumerate(ACTIVATIONS)
     }
-    program = str(Path(__file__).with_name("train_in_turn.py"))
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", program, json.dumps(list(runs.values()))]
-    done = subprocess.run(torchrun, capture_output=True, text=True, env=environment(), timeout=900)
-    assert done.returncode == 0, done.stderr[:6000]
+    done = run_ranks("train_in_turn.py", 2, list(runs.values()))
     for sharding in SHARDINGS:
         for number, activation in enumerate(ACTIVATIONS):
             for name in ("loss", "grad_norm"):

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from conftest import column, environment
+from conftest import column
+from distributed.ranks import run_ranks
 from distributed.test_activation import SHARDINGS
 
 
@@ -28,10 +26,7 @@ def test_every_division_takes_the_loss_in_chunks(workspace: Path) -> None:
         for tied in ("true", "false")
         for tokens in (0, 24)
     }
-    program = str(Path(__file__).with_name("train_in_turn.py"))
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", program, json.dumps(list(runs.values()))]
-    done = subprocess.run(torchrun, capture_output=True, text=True, env=environment(), timeout=900)
-    assert done.returncode == 0, done.stderr[:6000]
+    run_ranks("train_in_turn.py", 2, list(runs.values()))
     for sharding in SHARDINGS:
         for tied in ("true", "false"):
             for name in ("loss", "grad_norm"):

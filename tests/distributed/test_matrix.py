@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from conftest import column, environment, fw
+from conftest import column, fw
 from distributed.operators import HAS_COMPILER, has_libaio
+from distributed.ranks import run_ranks
 
 STEPS = 10
 TOLERANCE = {"fp32": 1e-5, "bf16": 2e-2}
@@ -51,16 +49,13 @@ def directory(cell: str, precision: str) -> str:
 
 
 def train_in_turn(ranks: int, cells: list[str]) -> None:
-    program = str(Path(__file__).with_name("train_in_turn.py"))
     shared = [f"train.max_steps={STEPS}", "launch.threads=1"]
     overrides = [
         [*CELLS[cell][1], *shared, f"precision={precision}", f"train.run_dir={directory(cell, precision)}"]
         for cell in cells
         for precision in TOLERANCE
     ]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), program, json.dumps(overrides)]
-    done = subprocess.run(torchrun, capture_output=True, text=True, env=environment(), timeout=900)
-    assert done.returncode == 0, done.stderr[-4000:]
+    run_ranks("train_in_turn.py", ranks, overrides)
 
 
 def test_every_division_equals_one_process(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:

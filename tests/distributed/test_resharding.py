@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
 
-from conftest import TINY, column, corpus_text, environment
+from conftest import TINY, column, corpus_text
+from distributed.ranks import run_ranks
 from fw.checkpointing.comparing import compare
 from fw.place import place
 
@@ -29,19 +27,6 @@ CELLS: dict[str, tuple[int, list[str]]] = {
 }
 
 
-def launch(directory: Path, ranks: int, asked: dict[str, object]) -> None:
-    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)] if ranks > 1 else []
-    done = subprocess.run(
-        [sys.executable, *torchrun, str(HERE / "pass_on.py"), json.dumps(asked)],
-        cwd=directory,
-        env={**environment(), "FW_CACHE": str(directory / "cache"), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=580,
-    )
-    assert done.returncode == 0, done.stderr[-6000:]
-
-
 @pytest.fixture(scope="module")
 def passed_on(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Each cell trains five steps; then each takes over from each. One launch per number of ranks for either."""
@@ -51,11 +36,11 @@ def passed_on(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sizes = sorted({ranks for ranks, _ in CELLS.values()})
     for size in sizes:
         cells = {name.replace(" ", "_"): options for name, (ranks, options) in CELLS.items() if ranks == size}
-        launch(directory, size, {"train": cells, "from": {}, "to": {}})
+        run_ranks("pass_on.py", size, {"train": cells, "from": {}, "to": {}})
     sources = {name.replace(" ", "_"): f"{name.replace(' ', '_')}/checkpoints/step-00000005" for name in CELLS}
     for size in sizes:
         cells = {name.replace(" ", "_"): options for name, (ranks, options) in CELLS.items() if ranks == size}
-        launch(directory, size, {"train": {}, "from": sources, "to": cells})
+        run_ranks("pass_on.py", size, {"train": {}, "from": sources, "to": cells})
     return directory
 
 

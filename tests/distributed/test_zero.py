@@ -12,6 +12,7 @@ import yaml
 
 from conftest import TINY, column, corpus_text, environment, metrics
 from distributed.operators import HAS_COMPILER, has_libaio
+from distributed.ranks import run_ranks
 
 pytest.importorskip("deepspeed")
 
@@ -29,16 +30,7 @@ NEEDS_COMPILER = pytest.mark.skipif(not HAS_COMPILER, reason="DeepSpeed's operat
 
 def launch(directory: Path, ranks: int, runs: list[list[str]]) -> None:
     """Train one run after another, in the same processes."""
-    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)] if ranks > 1 else []
-    done = subprocess.run(
-        [sys.executable, *torchrun, str(HERE / "train_in_turn.py"), json.dumps(runs)],
-        cwd=directory,
-        env={**environment(), "FW_CACHE": str(directory / "cache"), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=580,
-    )
-    assert done.returncode == 0, done.stderr[-6000:]
+    done = run_ranks("train_in_turn.py", ranks, runs, directory)
     assert "DeepSpeed" not in done.stdout and "MA " not in done.stdout, done.stdout
 
 
