@@ -36,11 +36,11 @@ def passed_on(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sizes = sorted({ranks for ranks, _ in CELLS.values()})
     for size in sizes:
         cells = {name.replace(" ", "_"): options for name, (ranks, options) in CELLS.items() if ranks == size}
-        run_ranks("pass_on.py", size, {"train": cells, "from": {}, "to": {}})
+        run_ranks("pass_on.py", size, {"train": cells, "from": {}, "to": {}}, directory)
     sources = {name.replace(" ", "_"): f"{name.replace(' ', '_')}/checkpoints/step-00000005" for name in CELLS}
     for size in sizes:
         cells = {name.replace(" ", "_"): options for name, (ranks, options) in CELLS.items() if ranks == size}
-        run_ranks("pass_on.py", size, {"train": {}, "from": sources, "to": cells})
+        run_ranks("pass_on.py", size, {"train": {}, "from": sources, "to": cells}, directory)
     return directory
 
 
