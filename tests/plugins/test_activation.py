@@ -29,6 +29,7 @@ from fw_models.mixtral import Mixtral, MixtralConfig
 from fw_plugins.activation.blocks import segments
 from fw_plugins.activation.keeping import keeping
 from fw_plugins.activation.recompute import recompute
+from fw_plugins.attention.chunked import ChunkedAttention, ChunkedConfig
 from fw_plugins.attention.sdpa import SDPAttention
 from fw_plugins.offload import activations as offloaded
 
@@ -52,6 +53,9 @@ MODELS: dict[str, Callable[[], CausalLM]] = {
         LlamaConfig(hidden_size=64, num_hidden_layers=24, num_attention_heads=4, intermediate_size=176), 50, 64, SDPAttention(None)
     ),
     "gemma2": lambda: Gemma2(Gemma2Config(**SHAPE, sliding_window=8), 50, LENGTH, SDPAttention(None)),
+    "chunked": lambda: Gemma2(
+        Gemma2Config(**SHAPE, sliding_window=12, attn_logit_softcapping=5.0), 50, LENGTH, ChunkedAttention(ChunkedConfig(8))
+    ),
     "mixtral": lambda: Mixtral(MixtralConfig(**SHAPE, num_local_experts=4), 50, LENGTH, SDPAttention(None)),
     "gpt2": lambda: GPT2(GPT2Config(n_embd=32, n_layer=5, n_head=4, resid_pdrop=0.2, n_positions=LENGTH), 50, LENGTH, SDPAttention(None)),
 }

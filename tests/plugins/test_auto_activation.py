@@ -141,7 +141,7 @@ def test_the_first_step_takes_no_more_than_full_recomputation():
 
 
 def test_other_architectures_and_dropout():
-    for architecture in ("gemma2", "mixtral", "gpt2", "dropout"):
+    for architecture in ("gemma2", "chunked", "mixtral", "gpt2", "dropout"):
         model = build(architecture, "auto", budget="120KiB" if architecture == "gpt2" else "250KiB")
         for _ in range(3):
             found = gradients(model)
