@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
 from fw.checkpointing.stream import SafetensorsWriter, index, split
+from fw.errors import RunError
 
 TENSORS = {
     "a": torch.arange(6, dtype=torch.float32).reshape(2, 3),
@@ -30,6 +32,17 @@ def test_safetensors_reads_what_is_streamed(tmp_path):
         assert found[name].dtype == tensor.dtype and found[name].equal(tensor), name
     assert digest.size == (tmp_path / "x.safetensors").stat().st_size
     assert digest.sha256 == hashlib.sha256((tmp_path / "x.safetensors").read_bytes()).hexdigest()
+
+
+def test_what_was_not_announced_makes_no_file(tmp_path):
+    writer = SafetensorsWriter(tmp_path, "x.safetensors", {"a": torch.empty(4), "b": torch.empty(2)})
+    with pytest.raises(RunError, match=r"'a' was to be torch\.float32 of 4 elements, and is torch\.bfloat16 of 4"):
+        writer.write(torch.empty(4, dtype=torch.bfloat16))
+    writer.abort()
+    writer = SafetensorsWriter(tmp_path, "x.safetensors", {"a": torch.empty(4), "b": torch.empty(2)})
+    writer.write(torch.empty(4))
+    with pytest.raises(RunError, match="'b' was announced and not written"):
+        writer.close()
 
 
 def test_files_are_split_in_order_and_named_as_hugging_face_does():

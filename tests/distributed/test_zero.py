@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from safetensors.torch import load_file
 
 from conftest import TINY, column, corpus_text, environment, metrics
 from distributed.operators import HAS_COMPILER, has_libaio
@@ -129,6 +130,22 @@ def test_tied_heads_experts_and_other_optimizers(tmp_path):
     for name in cases:
         for key in ("loss", "grad_norm"):
             assert differ(tmp_path, f"{name}-zero", f"{name}-one", 5, key) <= 1e-5, name
+
+
+def test_moments_of_another_dtype_than_the_weights_are_kept_as_they_are(tmp_path):
+    (tmp_path / "corpus.txt").write_text(corpus_text())
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(TINY, sort_keys=False))
+    runs = []
+    for stage in (1, 3):
+        shared = ["optimizer=adamw_bf16", f"sharding={{name: zero, stage: {stage}}}", "train.max_steps=4", "train.save_every=2"]
+        again = [f"resume=straight-{stage}/checkpoints/step-00000002", f"train.run_dir=again-{stage}"]
+        runs += [[*shared, f"train.run_dir=straight-{stage}"], [*shared, *again]]
+    launch(tmp_path, 2, runs)
+    for stage in (1, 3):
+        tensors = load_file(tmp_path / f"straight-{stage}/checkpoints/step-00000002/optimizer.safetensors")
+        assert {str(t.dtype) for name, t in tensors.items() if "exp_avg" in name} == {"torch.bfloat16"}
+        straight, again = (column(str(tmp_path / f"{run}-{stage}"), "loss") for run in ("straight", "again"))
+        assert again == straight[2:]
 
 
 def test_transformers_loads_a_checkpoint(trained):

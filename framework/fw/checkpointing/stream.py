@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from fw.checkpointing.manifest import Digest
+from fw.errors import RunError
 from fw.place import Place, place
 
 
@@ -76,6 +77,7 @@ class SafetensorsWriter:
             offset = end
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
+        self._awaited = [(key, torch.Size(tensor.shape), tensor.dtype) for key, tensor in reversed(list(tensors.items()))]
         self._hash, self._size, self._wrote = hashlib.sha256(), 0, wrote
         self._hasher = ThreadPoolExecutor(1, thread_name_prefix="hash")
         self._place = place(directory)
@@ -97,13 +99,26 @@ class SafetensorsWriter:
             self._wrote(len(block))
 
     def write(self, tensor: Tensor) -> None:
-        """Append the next tensor, whole."""
+        """Append the next tensor, whole.
+
+        Raises:
+            RunError: it is not what was announced, and would make the file unreadable.
+        """
+        key, shape, dtype = self._awaited.pop()
+        if (tensor.numel(), tensor.dtype) != (shape.numel(), dtype):
+            raise RunError(f"'{key}' was to be {dtype} of {shape.numel():,} elements, and is {tensor.dtype} of {tensor.numel():,}")
         flat = tensor.detach().to("cpu").contiguous().reshape(-1)
         if flat.numel():
             self._put(flat.view(torch.uint8).numpy().data)
 
     def close(self) -> Digest:
-        """Make the file durable."""
+        """Make the file durable.
+
+        Raises:
+            RunError: a tensor that was announced has not been written.
+        """
+        if self._awaited:
+            raise RunError(f"'{self._awaited[-1][0]}' was announced and not written")
         self._hasher.shutdown()
         self._place.finish(self._file)
         return Digest(self._size, self._hash.hexdigest())

@@ -11,8 +11,8 @@ from fw.kinds.optimizer import OptimizerPlugin, OptimizerSpec
 
 
 @dataclass
-class AdamWConfig:
-    """AdamW keeps two moments per parameter, in the parameter's dtype."""
+class MomentsConfig:
+    """What every Adam has."""
 
     lr: float = 3e-4
     """Peak learning rate; the schedule multiplies it."""
@@ -22,14 +22,20 @@ class AdamWConfig:
     """Added to the root of the second moment."""
     weight_decay: float = 0.1
     """Decoupled decay per unit of learning rate; norms, biases and embeddings are left alone."""
-    fused: bool | None = None
-    """One kernel per step instead of many: no temporary copies. Empty for wherever the device has it."""
 
     def __post_init__(self) -> None:
         if len(self.betas) != 2 or not all(0 <= b < 1 for b in self.betas):
             raise UserError(f"optimizer.betas: {self.betas} are not two numbers in [0, 1)")
         if self.lr < 0 or self.eps < 0 or self.weight_decay < 0:
             raise UserError("optimizer.lr, eps and weight_decay must not be negative")
+
+
+@dataclass
+class AdamWConfig(MomentsConfig):
+    """AdamW keeps two moments per parameter, in the parameter's dtype."""
+
+    fused: bool | None = None
+    """One kernel per step instead of many: no temporary copies. Empty for wherever the device has it."""
 
 
 class AdamW(OptimizerPlugin):

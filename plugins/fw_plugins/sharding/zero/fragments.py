@@ -69,10 +69,11 @@ class Flats:
         """Where they are, or come to from a disk."""
         return self._tensors[0].device
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the master weights."""
-        return self._tensors[0].dtype
+    def dtype(self, key: str | None = None) -> torch.dtype:
+        """Of the master weights, or of their state ``key``."""
+        flat = self._tensors[0]
+        kept: Tensor = flat if key is None else self._base.state[flat][key]
+        return kept.dtype
 
     @contextmanager
     def opened(self, group: int, written: bool = False) -> Iterator[tuple[Tensor, dict[str, Any]]]:

@@ -101,7 +101,7 @@ class ZeroStepper(Stepper):
             with flats.opened(group, written=True) as (flat, _):
                 flat.data.zero_()  # what pads the last rank's part
                 for fragment in fragments:
-                    whole = torch.empty(flats.shapes[fragment.name], dtype=flats.dtype, device=flats.device)
+                    whole = torch.empty(flats.shapes[fragment.name], dtype=flats.dtype(), device=flats.device)
                     give({fragment.name: whole})
                     fragment.within(flat.data).copy_(fragment.of(whole))
         flats.publish()
@@ -132,7 +132,8 @@ class ZeroStepper(Stepper):
             with flats.opened(group, written=True) as (flat, state):
                 state.update({key: self._as_state(value, flat) for key, value in numbers.items()})
                 for key in (key for key in keys if key not in numbers):
-                    state[key] = torch.zeros_like(flat, requires_grad=False)
+                    dtype = next(tensors[path].dtype for path in tensors if path.endswith(f"/{key}"))  # not always the parameters'
+                    state[key] = torch.zeros_like(flat, dtype=dtype, requires_grad=False)
                     for fragment in fragments:
                         if (path := f"{fragment.name}/{key}") in tensors:
                             fragment.within(state[key]).copy_(fragment.of(tensors[path]))
@@ -195,7 +196,7 @@ class _Fragmented(Kept):
     """A parameter's master weight, or its optimizer state ``key``, of which each rank keeps a range."""
 
     def __init__(self, flats: Flats, name: str, key: str | None) -> None:
-        self.shape, self.dtype = flats.shapes[name], flats.dtype
+        self.shape, self.dtype = flats.shapes[name], flats.dtype(key)
         self._flats, self._name, self._key = flats, name, key
 
     def piece(self) -> Piece | None:
