@@ -79,15 +79,16 @@ class _Chooser:
         return lambda *args, **kwargs: self._forwards[number](*args, **kwargs)
 
     def _decide(self, profiles: Sequence[BlockProfile]) -> None:
-        if (least := least_bytes(profiles)) > self._budget_bytes:
+        least = least_bytes(profiles)
+        decided: list[Any] = [choose(profiles, self._budget_bytes) if least <= self._budget_bytes else None]
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            dist.broadcast_object_list(decided, src=0)  # routers may send ranks different numbers of tokens
+        choices: list[Choice] | None = decided[0]
+        if choices is None:
             raise RunError(
                 f"activation.budget: {format_size(self._budget_bytes)} is less than the {format_size(least)} that stay where every block"
                 " is recomputed; give more, or lower train.micro_batch_size"
             )
-        decided: list[Any] = [choose(profiles, self._budget_bytes)]
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            dist.broadcast_object_list(decided, src=0)  # routers may send ranks different numbers of tokens
-        choices: list[Choice] = decided[0]
         if not dist.is_initialized() or dist.get_rank() == 0:
             print(f"fw: {_told(profiles, choices, self._budget_bytes)}", file=sys.stderr)
         self._forwards = [make(choice) for make, choice in zip(self._making, choices, strict=True)]
