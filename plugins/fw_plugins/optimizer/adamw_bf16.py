@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,9 +12,10 @@ from torch.distributed.tensor import DTensor
 
 from fw.kinds.optimizer import OptimizerPlugin, OptimizerSpec
 from fw_plugins.optimizer.adamw import MomentsConfig
+from fw_plugins.optimizer.per_parameter import PerParameter
 
 
-class AdamWBF16Update(torch.optim.Optimizer):
+class AdamWBF16Update(PerParameter):
     """AdamW (Loshchilov and Hutter 2019, https://arxiv.org/abs/1711.05101) computed in fp32, one parameter at a time, of moments kept in
     bfloat16.
 
@@ -34,20 +35,8 @@ class AdamWBF16Update(torch.optim.Optimizer):
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update every parameter that has a gradient."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update(parameter, group)
-        return loss
-
-    def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
+    def update(self, parameter: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
+        """As AdamW does, of what this rank keeps."""
         (beta1, beta2), lr = group["betas"], group["lr"]
         state = self.state[parameter]
         if not state:
@@ -56,8 +45,7 @@ class AdamWBF16Update(torch.optim.Optimizer):
             state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=torch.bfloat16)
         state["step"] += 1
         step = int(state["step"])
-        assert parameter.grad is not None
-        kept, grad = _local(parameter), _local(parameter.grad).float()
+        kept, grad = _local(parameter), _local(grad).float()
         first, second = _local(state["exp_avg"]), _local(state["exp_avg_sq"])
         generator = torch.Generator(kept.device).manual_seed(step * 1_000_003 + kept.numel())
         m, v = first.float().lerp_(grad, 1 - beta1), second.float().mul_(beta2).addcmul_(grad, grad, value=1 - beta2)

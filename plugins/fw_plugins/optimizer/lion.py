@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from fw.errors import UserError
 from fw.kinds.optimizer import OptimizerPlugin, OptimizerSpec
+from fw_plugins.optimizer.per_parameter import PerParameter
 
 
-class LionUpdate(torch.optim.Optimizer):
+class LionUpdate(PerParameter):
     """``w ← (1 - lr·λ) w - lr · sign(β₁ m + (1 - β₁) g)``, then ``m ← β₂ m + (1 - β₂) g``; parameter by parameter, so that no more than
     one parameter's bytes are temporary. Gradients may have another dtype than parameters; the momentum has the parameter's."""
 
@@ -21,26 +23,16 @@ class LionUpdate(torch.optim.Optimizer):
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update every parameter that has a gradient."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            lr, (beta1, beta2), decay = group["lr"], group["betas"], group["weight_decay"]
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                state = self.state[parameter]
-                if not state:
-                    state["exp_avg"] = torch.zeros_like(parameter)
-                momentum, grad = state["exp_avg"], parameter.grad.to(parameter.dtype)
-                direction = momentum.lerp(grad, 1 - beta1).sign_()
-                parameter.mul_(1 - lr * decay).add_(direction, alpha=-lr)
-                momentum.lerp_(grad, 1 - beta2)
-        return loss
+    def update(self, parameter: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
+        """As the formula says."""
+        lr, (beta1, beta2) = group["lr"], group["betas"]
+        state = self.state[parameter]
+        if not state:
+            state["exp_avg"] = torch.zeros_like(parameter)
+        momentum, grad = state["exp_avg"], grad.to(parameter.dtype)
+        direction = momentum.lerp(grad, 1 - beta1).sign_()
+        parameter.mul_(1 - lr * group["weight_decay"]).add_(direction, alpha=-lr)
+        momentum.lerp_(grad, 1 - beta2)
 
 
 @dataclass
