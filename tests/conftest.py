@@ -15,6 +15,10 @@ from typing import Any
 import pytest
 import yaml
 
+import warm_python
+
+warm_python.install()
+
 REPOSITORY = Path(__file__).parent.parent
 
 TINY: dict[str, Any] = {
