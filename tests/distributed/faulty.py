@@ -27,11 +27,11 @@ class FaultyConfig(CausalLMObjective.Config):
     """The fault."""
 
     how: str = ""
-    """kill, raise, user, lock or sleep."""
+    """kill, raise, user, lock or sleep, once; inf (the loss), module or gradient (of a module); glitch, once."""
     rank: int = 1
     """On which rank."""
     steps: list[int] = field(default_factory=lambda: [3] * 9)
-    """In which step of the process, from 1: one for each attempt that fails."""
+    """In which step of the process, from 1: one for each attempt that fails; where values go wrong, all of them."""
 
 
 class Faulty(CausalLMObjective):
@@ -46,12 +46,36 @@ class Faulty(CausalLMObjective):
 
     def loss_sum(self, model, batch):
         config = self.config
+        if config.how in ("inf", "module", "gradient", "glitch"):
+            return self.spoilt(model, batch)
         failed = Path("failed")
         before = failed.read_text() if failed.exists() else ""
         if config.steps[len(before) :][:1] == [self.step] and int(os.environ.get("RANK", "0")) == config.rank:
             failed.write_text(before + "x")
             fail(config.how)
         return super().loss_sum(model, batch)
+
+
+    def spoilt(self, model, batch):
+        config, now = self.config, int(os.environ.get("RANK", "0")) == self.config.rank and model.training
+        if not now or self.step not in config.steps:
+            return super().loss_sum(model, batch)
+        if config.how == "glitch":
+            config.steps.remove(self.step)
+        if config.how in ("inf", "glitch"):
+            return super().loss_sum(model, batch) + float("inf")
+        (module,) = [m for name, m in model.named_modules() if name.endswith("layers.1.mlp.down_proj")]
+
+        def spoil(module, args, output):
+            if config.how == "module":
+                return output * float("inf")
+            output.register_hook(lambda gradient: gradient * float("nan"))
+
+        hook = module.register_forward_hook(spoil, prepend=True)
+        try:
+            return super().loss_sum(model, batch)
+        finally:
+            hook.remove()
 
 
 def fail(how):

@@ -127,6 +127,23 @@ def test_loss_scaling_changes_nothing_but_skips_overflow():
             two.step(1.0)
 
 
+@pytest.mark.parametrize("offload", [ON_DEVICE, OffloadPolicy(optimizer="cpu", gradients="cpu")])
+def test_a_gradient_that_is_not_finite_changes_nothing(offload):
+    module = model()
+    stepper = SingleRank(None).stepper(module, None, StepSpec(FP32, offload, AdamW(AdamWConfig(lr=1e-2)).spec(CPU), 1.0))
+    good, bad = batches(2)
+    stepper.backward(loss_of(module, good))
+    assert not stepper.step(1.0).skipped
+    before = {name: tensor.clone() for name, tensor in {**dict(module.named_parameters()), **stepper.optimizer_tensors()}.items()}
+    stepper.backward(loss_of(module, good))
+    stepper.backward(loss_of(module, bad) * float("nan"))
+    result = stepper.step(1.0)
+    assert result.skipped and not result.grad_norm.isfinite()
+    after = {**dict(module.named_parameters()), **stepper.optimizer_tensors()}
+    assert before.keys() == after.keys() and all(before[name].equal(after[name]) for name in after)
+    assert all(p.grad is None for p in module.parameters())
+
+
 def by_parameter(grads):
     return {torch.nn.Parameter(torch.empty_like(grad)): grad for grad in grads}
 

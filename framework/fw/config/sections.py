@@ -31,6 +31,11 @@ class TrainSection:
     """Tokens per sequence. Activation memory grows in proportion (and with its square where attention is `eager`)."""
     gradient_clip_norm: float = 1.0
     """Largest global L2 norm of the gradient over all ranks; 0 switches clipping off. No effect on memory."""
+    on_nonfinite: Literal["stop", "skip", "roll_back"] = "stop"
+    """What follows a step whose loss or gradient is not finite; weights are never updated by it. `stop` ends the run, `skip` goes on with
+    the next step, `roll_back` goes on from weights and optimizer state of the newest checkpoint. No effect on memory."""
+    nonfinite_limit: int = 5
+    """So many such steps one after another end the run whatever follows one."""
     seed: int = 0
     """Seed of the initial weights, the order of the data and dropout. Weights and order do not depend on the number of ranks."""
     compile: bool = False
@@ -51,7 +56,7 @@ class TrainSection:
     def __post_init__(self) -> None:
         _at_least(
             "train",
-            {k: getattr(self, k) for k in ("max_steps", "global_batch_size", "sequence_length", "log_every")},
+            {k: getattr(self, k) for k in ("max_steps", "global_batch_size", "sequence_length", "log_every", "nonfinite_limit")},
             1,
         )
         if self.micro_batch_size is not None:

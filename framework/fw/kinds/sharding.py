@@ -49,7 +49,7 @@ class StepSpec:
 
 @dataclass(frozen=True)
 class StepResult:
-    """``grad_norm``: global L2 norm before clipping, a scalar on the device. ``skipped``: the update was not made (loss scaling)."""
+    """``grad_norm``: global L2 norm before clipping, a scalar on the device. ``skipped``: it is not finite, and the update was not made."""
 
     grad_norm: Tensor
     skipped: bool = False
@@ -84,7 +84,10 @@ class Stepper(ABC):
 
     @abstractmethod
     def step(self, lr_factor: float) -> StepResult:
-        """Clip, update the weights with the learning rate times ``lr_factor``, and drop the gradients. Collective."""
+        """Clip, update the weights with the learning rate times ``lr_factor``, and drop the gradients. Collective.
+
+        Where the norm of the gradient is not finite, weights and optimizer state stay as they are, on all ranks alike.
+        """
 
     @property
     @abstractmethod
@@ -94,6 +97,10 @@ class Stepper(ABC):
     @abstractmethod
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """This rank's parameters under the model's own names, no wrapper prefix; DTensors where they are sharded."""
+
+    @abstractmethod
+    def fill(self, give: Give) -> None:
+        """Take other values for the parameters. Collective."""
 
     def weights(self) -> dict[str, Tensor | Kept]:
         """What a checkpoint holds of the parameters, by the model's own names, in the dtype they are kept in."""

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytorch_lightning as pl
 from pytorch_lightning.callbacks import Callback
 
-from fw.errors import RunError
 from fw.meter.memory import peak_memory_bytes
 from fw.meter.throughput import Throughput
 from fw.recipe import Recipe
@@ -26,6 +24,8 @@ class BetweenSteps(Callback):
     def __init__(self, recipe: Recipe, progress: Progress, peak_flops: float, saver: Saver) -> None:
         self.throughput = Throughput()
         self.rows: list[Row] = []
+        self.skipped = 0
+        """Steps that were not made, since their gradient was not finite."""
         self._recipe = recipe
         self._progress = progress
         self._peak_flops = peak_flops
@@ -49,6 +49,9 @@ class BetweenSteps(Callback):
         outcome = module.last
         assert outcome is not None
         self._saver.report()
+        self.skipped += outcome.skipped
+        if outcome.skipped and self._recipe.precision.policy().loss_scaling is not None:
+            self._progress.say(f"step {outcome.step}: gradient not finite, step skipped, loss scale halved")
         if outcome.step == module.start_step + 1:
             self._saver.prepare(module)
         last = outcome.step >= train.max_steps or module.stop.decided
@@ -75,13 +78,6 @@ class BetweenSteps(Callback):
             "peak_memory_bytes": int(memory),
         }
         self._progress.advance(outcome.step, self._pending)
-        if outcome.skipped:
-            self._progress.say(f"step {outcome.step}: gradient not finite, step skipped, loss scale halved")
-        elif not (math.isfinite(loss) and math.isfinite(grad_norm)):
-            self._flush(trainer)
-            raise RunError(
-                f"step {outcome.step}: loss is {loss}, gradient norm {grad_norm}; lower optimizer.lr or resume from the last checkpoint"
-            )
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Validation is no training time."""
@@ -134,11 +130,6 @@ class BetweenSteps(Callback):
             logger.log_metrics(values, step=row["step"])
 
     def _checkpoint(self, module: TrainingModule, last: bool) -> None:
-        outcome = module.last
-        if outcome is not None and not outcome.skipped and not math.isfinite(float(outcome.grad_norm)):
-            raise RunError(
-                f"step {outcome.step}: gradient norm is {float(outcome.grad_norm)}; not saved, so that a resume starts before it"
-            )
         row = self._last_row if self._last_row.get("step") == module.global_step else {}
         metrics: dict[str, float] = {name: float(row[name]) for name in ("loss", "val_loss") if name in row}
         with self.throughput.paused():

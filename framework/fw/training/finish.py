@@ -54,6 +54,7 @@ def finish(recipe: Recipe, module: TrainingModule, between: BetweenSteps, device
         "tokens": module.tokens_seen,
         "tokens_per_s": rate,
         "mfu": between.mfu(rate),
+        "skipped_steps": between.skipped,
         "train_loss": last.get("loss"),
         "val_loss": module.val_loss,
         "val_bits_per_byte": None,
@@ -96,6 +97,7 @@ def _lines(recipe: Recipe, summary: dict[str, Any], least_memory: int) -> list[t
     lines = [
         ("ranks", ranks),
         ("steps", number("steps", ",")),
+        *([("  not made (not finite)", number("skipped_steps", ","))] if summary["skipped_steps"] else []),
         ("tokens", number("tokens", ",")),
         ("tokens/s", number("tokens_per_s", ",.0f")),
         ("MFU", number("mfu", ".1%")),

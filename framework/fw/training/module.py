@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import pytorch_lightning as pl
 import torch
@@ -14,7 +16,9 @@ from fw.kinds.checkpoint import Reader
 from fw.kinds.data import Corpus
 from fw.recipe import Recipe
 from fw.training import run_dir
-from fw.training.rng import restore_rng
+from fw.training.first_bad import FirstBad
+from fw.training.nonfinite import Nonfinite
+from fw.training.rng import GeneratorStates, restore_rng
 from fw.training.stop import StopRequest
 from fw.training.strategy import MeshStrategy
 
@@ -53,6 +57,8 @@ class TrainingModule(pl.LightningModule):
         """Called on each rank before it assembles, while the others wait: what one rank of a host does for all."""
         self.before_update: Callable[[], None] = lambda: None
         """Called on each rank when a step is about to change weights and optimizer state."""
+        self.nonfinite: Nonfinite | None = None
+        """What is asked where a step was not made."""
         self._vocab_size = vocab_size
         self._checkpoint = checkpoint
         self._assembly: Assembly | None = None
@@ -117,27 +123,46 @@ class TrainingModule(pl.LightningModule):
         count, *asked = self.strategy.sum_on_host([float(self._targets), *self.stop.votes()])
         self.stop.decide(asked)
         step = self.trainer.global_step
-        loss_parts = []
-        for number, micro in enumerate(micro_batches):
-            last = number == len(micro_batches) - 1
-            with stepper.micro_batch(last):
-                with stepper.forward_context():
-                    loss = recipe.objective.loss_sum(stepper.module, micro) / max(count / recipe.copies, 1.0)
-                stepper.backward(loss)
-            loss_parts.append(loss.detach())
+        divisor = max(count / recipe.copies, 1.0)
+        generators = GeneratorStates(self.strategy.root_device)
+        loss = self._compute(micro_batches, divisor, None)
         lr_factor = recipe.schedule.factor(step, recipe.train.max_steps)
         self.before_update()
         result = stepper.step(lr_factor)
+        if self.nonfinite is not None and recipe.precision.policy().loss_scaling is None:  # which has a policy of its own
+            if result.skipped:
+                compute = partial(self._compute, micro_batches, divisor)
+                again = self.nonfinite.met(self, step + 1, generators, compute, lr_factor)
+                loss, result = again.loss, again.result
+            else:
+                self.nonfinite.was_finite()
         # Lightning counts optimizer steps itself only through its own optimizer wrapper.
         progress = self.trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress
         progress.increment_ready()
         progress.increment_completed()
         self.tokens_seen += recipe.tokens_per_step
         self.samples_seen += recipe.train.global_batch_size
-        self.last = StepOutcome(step + 1, torch.stack(loss_parts).sum(), result.grad_norm, stepper.lr * lr_factor, result.skipped)
+        self.last = StepOutcome(step + 1, loss, result.grad_norm, stepper.lr * lr_factor, result.skipped)
         if self.stop.decided:
             self.trainer.should_stop = True
             self.trainer.limit_val_batches = 0  # who asked to stop does not want to wait for a validation
+
+    def _compute(self, micro_batches: Sequence[dict[str, Tensor]], divisor: float, watch: FirstBad | None) -> Tensor:
+        """Forward and backward of the micro-batches; this rank's part of the loss.
+
+        A loss that is not finite may have a gradient that is, of which no rank would learn anything: it is made NaN.
+        """
+        recipe, stepper = self.recipe, self.assembly.stepper
+        parts = []
+        for number, micro in enumerate(micro_batches):
+            with stepper.micro_batch(last=number == len(micro_batches) - 1):
+                with stepper.forward_context(), watch.forward() if watch is not None else nullcontext():
+                    loss = recipe.objective.loss_sum(stepper.module, micro) / divisor
+                if watch is not None:
+                    watch.loss(loss)
+                parts.append(loss.detach())
+                stepper.backward(loss * (1 + 0 * parts[-1]))
+        return torch.stack(parts).sum()
 
     def on_validation_epoch_start(self) -> None:
         """Begin a new sum."""

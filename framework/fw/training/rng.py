@@ -50,6 +50,21 @@ def restore_rng(state: Mapping[str, Any], device: torch.device) -> None:
         random.setstate((version, tuple(np.frombuffer(decode(numbers), dtype=np.uint32).tolist()), gauss))
 
 
+class GeneratorStates:
+    """Of torch's generators now, on the host and on ``device``, to draw the same again: dropout of a step that is repeated."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._cpu = torch.get_rng_state()
+        self._cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+
+    def restore(self) -> None:
+        """Back to where they were."""
+        torch.set_rng_state(self._cpu)
+        if self._cuda is not None:
+            torch.cuda.set_rng_state(self._cuda, self._device)
+
+
 def _encoded(state: Tensor) -> str:
     return encode(state.numpy().tobytes())
 

@@ -37,6 +37,7 @@ from fw.training.between_steps import BetweenSteps
 from fw.training.hang_watch import HangWatch
 from fw.training.host_allocator import keep_freed_memory
 from fw.training.module import TrainingModule
+from fw.training.nonfinite import Nonfinite
 from fw.training.order import RankedBatches, StepOrder, loader
 from fw.training.progress import Progress
 from fw.training.rng import seed_all
@@ -151,6 +152,7 @@ def _train_joined(recipe: Recipe, world: World, strategy: MeshStrategy, corpus: 
     answer_when_asked()
     module = TrainingModule(recipe, corpus, vocab_size, checkpoint, stop)
     module.before_update = saver.before_update
+    module.nonfinite = Nonfinite(recipe, saver, strategy.ranks, progress.say)
     if not outcome.launched_by_fw() and world.local_rank == 0:  # else the launching process has prepared this host
         module.prepare = lambda: recipe.sharding.prepare(recipe.step_spec(device), _say)
     compute = recipe.precision.policy().compute

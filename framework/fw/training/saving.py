@@ -141,8 +141,16 @@ class Saver:
             waited = f" (training waited {pending.stall_seconds:.2f} of {pending.seconds:.2f} s)" if self._stage is not None else ""
             self._say(f"step {pending.step}: saved {pending.place}{waited}")
 
+    def settle(self) -> None:
+        """Wait until nothing is being written any more."""
+        if self._pending is not None:
+            self._watch.rest()
+            self._pending.wait()
+            self._watch.beat()
+            self.report()
+
     def close(self) -> None:
-        """Finish what is being written."""
+        """Finish what is being written; nothing is watched any more."""
         if self._pending is not None:
             self._watch.rest()
             self._pending.wait()

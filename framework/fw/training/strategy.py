@@ -122,6 +122,14 @@ class MeshStrategy(ParallelStrategy):
         dist.all_reduce(total, group=group)
         return total / self._world.size if reduce_op in (None, "mean", "avg") else total
 
+    def gather(self, value: Any) -> list[Any]:
+        """What each rank has, by rank."""
+        if not dist.is_initialized():
+            return [value]
+        values: list[Any] = [None] * self._world.size
+        dist.all_gather_object(values, value)
+        return values
+
     def sum_on_host(self, values: list[float]) -> list[float]:
         """Sums over all ranks of a few numbers; waits for no GPU."""
         return self._reduce_on_host(values, dist.ReduceOp.SUM)

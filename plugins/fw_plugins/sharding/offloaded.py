@@ -58,6 +58,13 @@ class OffloadedOptimizer:
             if parameter.device != host.device:
                 _local(parameter.detach()).copy_(host.detach(), non_blocking=True)
 
+    def weights_changed(self) -> None:
+        """Copy them to the host again, where they are not there."""
+        for parameter, (host, _) in self._each.items():
+            local = _local(parameter.detach())
+            if local.device != host.device:
+                host.detach().copy_(local)
+
     def _settle(self, host: Tensor, optimizer: torch.optim.Optimizer) -> None:
         """State that the first step has made goes to its tier; pages that are on disk leave memory."""
         if self._path is None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fw.errors import RunError
-from fw.kinds.model import CausalLM
+from fw.kinds.model import CausalLM, Give
 from fw.kinds.offload import OffloadPolicy
 from fw.kinds.optimizer import OptimizerSpec
 from fw.kinds.precision import LossScaling
@@ -69,6 +69,9 @@ class WholeOptimizer:
     def step(self, grads: Mapping[nn.Parameter, Tensor]) -> None:
         """Update by the parameters' ``.grad``, of which ``grads`` are this rank's parts."""
         self._optimizer.step()
+
+    def weights_changed(self) -> None:
+        """There is no other copy of them."""
 
     def state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         """Tensors by key."""
@@ -139,13 +142,14 @@ class TorchStepper(Stepper):
         """Norm, clip, update, drop the gradients."""
         grads = self._stashed if self._gradients_on_host else self._gradients()
         norm = global_norm(grads) / self._scale.value
+        finite = bool(norm.isfinite())  # the one synchronisation with the device: nothing brings weights back that are NaN
+        unscale = 1 / self._scale.value
         if self._scale.scaling is not None:
-            finite = bool(norm.isfinite())  # one synchronisation with the device, which scaling cannot do without
-            unscale = 1 / self._scale.value
             self._scale.update(finite)
-            if not finite:
-                self._drop_gradients()
-                return StepResult(norm, skipped=True)
+        if not finite:
+            self._drop_gradients()
+            return StepResult(norm, skipped=True)
+        if self._scale.scaling is not None:
             torch._foreach_mul_(list(grads.values()), (self._clip_factor(norm) * unscale).to(torch.float32))
         elif self._clip_norm:
             torch._foreach_mul_(list(grads.values()), self._clip_factor(norm).to(torch.float32))
@@ -167,6 +171,11 @@ class TorchStepper(Stepper):
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The model's own names."""
         return self._model.named_parameters()
+
+    def fill(self, give: Give) -> None:
+        """In place, and where the optimizer has copies."""
+        give(self._model.stored())
+        self._optimizer.weights_changed()
 
     def optimizer_tensors(self) -> dict[str, Tensor]:
         """Every tensor of the optimizer's state."""

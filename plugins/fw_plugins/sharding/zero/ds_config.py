@@ -64,10 +64,9 @@ def build(config: ZeroConfig, spec: StepSpec, ranks: int, numel: int, largest: i
     }
     if policy.compute == torch.bfloat16:
         pure = policy.parameters == torch.bfloat16
-        # A gradient that is not finite ends the run with a sentence; no step is skipped in silence.
         made["bf16"] = {
             "enabled": True,
-            "check_grad_overflow": False,
+            "check_grad_overflow": True,  # no update by a gradient that is not finite, as in the other dtypes
             **({"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True} if pure else {}),
         }
     if policy.compute == torch.float16:

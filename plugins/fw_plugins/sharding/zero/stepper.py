@@ -83,12 +83,12 @@ class ZeroStepper(Stepper):
             group["lr"] = self.lr * lr_factor
         scale = self._engine.optimizer.loss_scale if self._scaling is not None else 0.0
         self._engine.step()
-        skipped = self._scaling is not None and not self._engine.was_step_applied()
+        skipped = not self._engine.was_step_applied()
         if skipped and scale == 1:
             raise RunError("the gradient is not finite at a loss scale of 1 either: the loss itself diverges; lower optimizer.lr")
-        norm = torch.as_tensor(self._engine.get_global_grad_norm(), dtype=torch.float64, device=self._engine.device).detach()
-        # DeepSpeed says -1 of a norm that is not finite.
-        return StepResult(torch.where(norm < 0, torch.full_like(norm, torch.nan), norm), skipped)
+        # DeepSpeed says -1, infinity or None of a norm that is not finite.
+        norm = torch.nan if skipped else self._engine.get_global_grad_norm()
+        return StepResult(torch.as_tensor(norm, dtype=torch.float64, device=self._engine.device).detach(), skipped)
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The model's own names; in stage 3 parameters are empty but while they are in use."""
