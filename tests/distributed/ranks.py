@@ -25,5 +25,5 @@ def run_ranks(program: str, ranks: int, asked: Any, directory: Path | None = Non
         text=True,
         timeout=900,
     )
-    assert done.returncode == 0, done.stderr[:6000]
+    assert done.returncode == 0, done.stderr[-8000:]
     return done

@@ -7,8 +7,13 @@ import pytest
 import torch
 
 from fw.errors import UserError
+from fw_plugins.optimizer.adafactor import AdafactorUpdate
+from fw_plugins.optimizer.adamw_8bit import AdamW8bitUpdate
 from fw_plugins.optimizer.adamw_bf16 import AdamWBF16Update, write
+from fw_plugins.optimizer.eight_bit import dequantize, numbers, quantize
+from fw_plugins.optimizer.lamb import LambUpdate
 from fw_plugins.optimizer.lion import Lion, LionConfig, LionUpdate
+from fw_plugins.optimizer.lion_8bit import Lion8bitUpdate
 from plugins.test_stepper import batches, loss_of, model
 
 
@@ -99,6 +104,84 @@ def test_small_updates_of_bf16_weights_are_not_lost():
         nearest.step()
     assert (plain == 1).all()
     assert weight.float().mean().item() == pytest.approx(0.99, abs=3e-4)
+
+
+@pytest.mark.parametrize("signed", [True, False])
+@pytest.mark.parametrize("block", [64, 256])
+def test_codes_are_those_of_bitsandbytes(signed, block):
+    functional = pytest.importorskip("bitsandbytes").functional
+    table = functional.create_dynamic_map(signed)
+    torch.testing.assert_close(numbers(signed), table, atol=1e-8, rtol=1e-6)
+    values = torch.randn(32, 512, generator=torch.Generator().manual_seed(0)) ** 3
+    values = values if signed else values.abs()
+    codes, scales = quantize(values, block, signed)
+    theirs, state = functional.quantize_blockwise(values, code=table, blocksize=block)
+    torch.testing.assert_close(scales.flatten(), state.absmax)
+    back = dequantize(codes, scales, signed)
+    torch.testing.assert_close(back, functional.dequantize_blockwise(codes, state).view(32, 512), atol=1e-6, rtol=1e-5)
+    # Its kernel for CPUs looks the code up in a table, and takes a neighbour of the nearest for some small values.
+    other = functional.dequantize_blockwise(theirs, state).view(32, 512)
+    assert ((back - values).abs() <= (other - values).abs() + 1e-6).all()
+    assert (codes == theirs).float().mean() > 0.85
+    nothing = dequantize(*quantize(torch.zeros(2, 256), block, signed), signed)
+    assert (nothing == 0).all()
+
+
+@pytest.mark.parametrize(("ours", "name"), [(AdamW8bitUpdate, "AdamW8bit"), (Lion8bitUpdate, "Lion8bit")])
+def test_8bit_updates_are_those_of_bitsandbytes(ours, name):
+    start = torch.linspace(-1, 1, 64 * 256).view(64, 256)
+    arguments = {"lr": 0.01, "betas": (0.9, 0.95), "weight_decay": 0.1}
+    mine, theirs = (torch.nn.Parameter(start.clone()) for _ in range(2))
+    made = ours([mine], **arguments), getattr(pytest.importorskip("bitsandbytes").optim, name)([theirs], **arguments)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(10):
+        grad = torch.randn(64, 256, generator=generator)
+        for weight, optimizer in zip((mine, theirs), made, strict=True):
+            weight.grad = grad.clone()
+            optimizer.step()
+    moved = (theirs - start).abs().mean()
+    assert (mine - theirs).abs().mean() < 1e-2 * moved
+    state, other = made[0].state[mine], made[1].state[theirs]
+    assert state["exp_avg"].dtype == torch.uint8 and (state["exp_avg"] != other["state1"]).float().mean() < 0.02
+
+
+def test_8bit_state_is_a_quarter():
+    net = torch.nn.Sequential(torch.nn.Embedding(1000, 256), torch.nn.Linear(256, 1024, bias=False), torch.nn.RMSNorm(1024))
+    optimizer = AdamW8bitUpdate(net.parameters())
+    optimizer.begin()
+    kept = sum(t.nbytes for state in optimizer.state.values() for t in state.values())
+    assert kept <= 0.27 * 8 * sum(p.numel() for p in net.parameters())
+
+
+def test_adafactor_is_that_of_torch():
+    made = []
+    for cls, arguments in ((AdafactorUpdate, {"eps": 1e-3}), (torch.optim.Adafactor, {"eps": (None, 1e-3)})):
+        torch.manual_seed(0)
+        net = model()
+        optimizer = cls(net.parameters(), lr=0.02, weight_decay=0.1, **arguments)
+        for ids in batches(5):
+            loss_of(net, ids).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        made.append(net)
+    for (name, a), b in zip(made[0].named_parameters(), made[1].parameters(), strict=True):
+        torch.testing.assert_close(a, b, atol=2e-6, rtol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.5])
+def test_lamb_is_the_papers_formula(decay):
+    start = torch.linspace(-1, 1, 35).view(5, 7)
+    weight = torch.nn.Parameter(start.clone())
+    optimizer = LambUpdate([weight], lr=0.1, betas=(0.9, 0.99), eps=1e-6, weight_decay=decay)
+    w, m, v = start.numpy().astype(np.float64), np.zeros((5, 7)), np.zeros((5, 7))
+    for step, grad in enumerate(gradients(6), 1):
+        weight.grad = grad.clone()
+        optimizer.step()
+        g = grad.numpy().astype(np.float64)
+        m, v = 0.9 * m + 0.1 * g, 0.99 * v + 0.01 * g * g
+        u = m / (1 - 0.9**step) / (np.sqrt(v / (1 - 0.99**step)) + 1e-6) + decay * w
+        w = w - 0.1 * (np.linalg.norm(w) / np.linalg.norm(u) if decay else 1.0) * u
+    np.testing.assert_allclose(weight.detach().numpy(), w, rtol=1e-4, atol=1e-6)
 
 
 def test_what_makes_no_sense_is_refused():

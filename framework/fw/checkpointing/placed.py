@@ -28,7 +28,7 @@ class PlacedTensors(Mapping[str, Tensor]):
     def __getitem__(self, path: str) -> Tensor:
         if path not in self._files.where:
             raise KeyError(path)
-        parameter = self._parameters[path.rpartition("/")[0]]
+        parameter = self._parameters.get(path, self._parameters[path.rpartition("/")[0]])
         if self._files.shape(path) != tuple(parameter.shape):
             return self._files.whole(path).to(parameter.device)
         tensor = torch.empty_like(parameter, dtype=self._files.dtype(path), requires_grad=False)

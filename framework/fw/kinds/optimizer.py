@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 
@@ -16,13 +16,20 @@ from fw.registry import Plugin
 class OptimizerSpec:
     """``cls(groups, lr=lr, **arguments)``, where parameters named in the model's ``undecayed()`` get weight decay 0.
 
-    ``cls`` is a :class:`torch.optim.Optimizer`; its state holds tensors only, shaped like the parameter or independent of sharding.
+    ``cls`` is a :class:`torch.optim.Optimizer`; its state holds tensors only: shaped like the parameter, independent of sharding, or, if it
+    has a method ``begin`` that makes the state there is before the first step, DTensors of any shape and placement.
+
+    Attributes:
+        state: of what it needs to see at once. ``elements``: the update of an element depends on no other, so that parameters may come cut
+            and joined in any way. ``rows``: of a row (the last dimension); a rank's part of a parameter will do. ``whole``: of all of a
+            parameter; where it is divided the update is collective, over DTensors.
     """
 
     cls: Callable[..., torch.optim.Optimizer]
     lr: float
     weight_decay: float = 0.0
     arguments: dict[str, Any] = field(default_factory=dict)
+    state: Literal["elements", "rows", "whole"] = "elements"
 
 
 class OptimizerPlugin(Plugin):

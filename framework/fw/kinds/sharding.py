@@ -107,7 +107,8 @@ class Stepper(ABC):
         return {name: parameter.detach() for name, parameter in self.parameters()}
 
     def placements(self) -> dict[str, Tensor]:
-        """For each parameter a tensor of its shape, placed like the optimizer state that :meth:`load_optimizer_tensors` wants."""
+        """For each parameter a tensor of its shape, placed like the optimizer state that :meth:`load_optimizer_tensors` wants; and one for
+        each ``<parameter>/<key>`` that has another shape and is divided too."""
         return dict(self.parameters())
 
     @abstractmethod

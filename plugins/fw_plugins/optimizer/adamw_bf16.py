@@ -8,11 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from fw.kinds.optimizer import OptimizerPlugin, OptimizerSpec
 from fw_plugins.optimizer.adamw import MomentsConfig
-from fw_plugins.optimizer.per_parameter import PerParameter
+from fw_plugins.optimizer.per_parameter import PerParameter, local
 
 
 class AdamWBF16Update(PerParameter):
@@ -35,18 +34,18 @@ class AdamWBF16Update(PerParameter):
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
-    def update(self, parameter: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
+    def first_state(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+        """Moments of zero."""
+        moments = {name: torch.zeros_like(parameter, dtype=torch.bfloat16) for name in ("exp_avg", "exp_avg_sq")}
+        return {"step": torch.zeros(()), **moments}
+
+    def update(self, parameter: Tensor, grad: Tensor, state: dict[str, Tensor], group: dict[str, Any]) -> None:
         """As AdamW does, of what this rank keeps."""
         (beta1, beta2), lr = group["betas"], group["lr"]
-        state = self.state[parameter]
-        if not state:
-            state["step"] = torch.zeros(())
-            state["exp_avg"] = torch.zeros_like(parameter, dtype=torch.bfloat16)
-            state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=torch.bfloat16)
         state["step"] += 1
         step = int(state["step"])
-        kept, grad = _local(parameter), _local(grad).float()
-        first, second = _local(state["exp_avg"]), _local(state["exp_avg_sq"])
+        kept, grad = local(parameter), local(grad).float()
+        first, second = local(state["exp_avg"]), local(state["exp_avg_sq"])
         generator = torch.Generator(kept.device).manual_seed(step * 1_000_003 + kept.numel())
         m, v = first.float().lerp_(grad, 1 - beta1), second.float().mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
         w = kept.float().mul_(1 - lr * group["weight_decay"])
@@ -65,10 +64,6 @@ def write(target: Tensor, value: Tensor, generator: torch.Generator) -> None:
     # A bfloat16 is the upper half of a float: what carries from the lower half rounds up. Infinities and NaN stay as they are.
     rounded = torch.where(value.isfinite(), (bits + noise) & -(1 << 16), bits).view(torch.float32)
     target.copy_(rounded)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 @dataclass

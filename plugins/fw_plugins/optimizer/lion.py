@@ -23,12 +23,13 @@ class LionUpdate(PerParameter):
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
-    def update(self, parameter: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
+    def first_state(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+        """No momentum."""
+        return {"exp_avg": torch.zeros_like(parameter)}
+
+    def update(self, parameter: Tensor, grad: Tensor, state: dict[str, Tensor], group: dict[str, Any]) -> None:
         """As the formula says."""
         lr, (beta1, beta2) = group["lr"], group["betas"]
-        state = self.state[parameter]
-        if not state:
-            state["exp_avg"] = torch.zeros_like(parameter)
         momentum, grad = state["exp_avg"], grad.to(parameter.dtype)
         direction = momentum.lerp(grad, 1 - beta1).sign_()
         parameter.mul_(1 - lr * group["weight_decay"]).add_(direction, alpha=-lr)

@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+_CHUNK = 1 << 24
+"""Elements of a parameter that are updated at a time, where it is done with temporary copies."""
 
 
 class PerParameter(torch.optim.Optimizer):
     """An update of one parameter after another, so that what is temporary is never more than for one."""
+
+    def begin(self) -> None:
+        """Make the state of every parameter that has none yet, as it is before the first step."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if not self.state[parameter]:
+                    self.state[parameter].update(self.first_state(parameter, group))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -23,9 +34,33 @@ class PerParameter(torch.optim.Optimizer):
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self.update(parameter, parameter.grad, group)
+                    if not self.state[parameter]:
+                        self.state[parameter].update(self.first_state(parameter, group))
+                    self.update(parameter, parameter.grad, self.state[parameter], group)
         return loss
 
     @abstractmethod
-    def update(self, parameter: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
+    def first_state(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+        """The state before the first step, by key; what is divided over ranks as a DTensor."""
+
+    @abstractmethod
+    def update(self, parameter: Tensor, grad: Tensor, state: dict[str, Tensor], group: dict[str, Any]) -> None:
         """Change a parameter and its state in place."""
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this rank has of it."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def rows(tensor: Tensor) -> Tensor:
+    """A view ``[R, C]`` of what this rank has, C being the last dimension."""
+    kept = local(tensor)
+    return kept.view(-1, kept.shape[-1] if kept.dim() else 1)
+
+
+def chunks(shape: torch.Size) -> Iterator[slice]:
+    """Rows of ``[R, C]``, some at a time."""
+    count = max(1, _CHUNK // max(1, shape[1]))
+    for start in range(0, shape[0], count):
+        yield slice(start, start + count)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import tempfile
@@ -58,6 +59,13 @@ class OffloadedOptimizer:
             if parameter.device != host.device:
                 _local(parameter.detach()).copy_(host.detach(), non_blocking=True)
 
+    def begin(self) -> None:
+        """Make the state there is before the first step, where the optimizer has a way to."""
+        for host, optimizer in self._each.values():
+            if hasattr(optimizer, "begin"):
+                optimizer.begin()
+                self._settle(host, optimizer)
+
     def weights_changed(self) -> None:
         """Copy them to the host again, where they are not there."""
         for parameter, (host, _) in self._each.items():
@@ -73,7 +81,7 @@ class OffloadedOptimizer:
             self._mapped[host] = []
             state = optimizer.state[host]
             for key, value in state.items():
-                if isinstance(value, Tensor) and value.shape == host.shape and value.numel():
+                if isinstance(value, Tensor) and value.dim() and value.numel():
                     state[key], memory = _to_disk(value, self._path)
                     self._mapped[host].append(memory)
         for memory in self._mapped[host]:
@@ -89,7 +97,7 @@ class OffloadedOptimizer:
         """Take back what :meth:`state` gave."""
         host, optimizer = self._each[parameter]
         local = _local(value)
-        if local.shape != host.shape:
+        if not local.dim():
             optimizer.state[host][key] = value
         elif self._path is None or not local.numel():
             optimizer.state[host][key] = local.to(host.device)
@@ -121,19 +129,24 @@ def check(spec: StepSpec, model: CausalLM, parts: int, gathers: bool) -> None:
         )
     if policy.gradients == "cpu" and policy.optimizer == "device":
         raise UserError("offload.gradients: cpu needs a step computed there; set offload.optimizer: cpu or nvme")
+    if spec.optimizer.state == "whole" and policy.optimizer != "device" and gathers:
+        raise UserError(
+            f"offload.optimizer: {policy.optimizer} steps each rank's part of a parameter by itself, and this optimizer needs all of it;"
+            " use offload.optimizer=device, or an optimizer whose update is by elements or rows (adamw, lion, adamw_8bit)"
+        )
     if policy.path is not None:
         elements = sum(p.numel() for p in model.parameters() if p.requires_grad)
         state = _state_bytes(spec.optimizer, spec.precision.parameters) if policy.optimizer == "nvme" else 0
-        check_space(policy.path, -(-elements // parts) * state, spec.ranks_per_host)
+        check_space(policy.path, math.ceil(elements / parts * state), spec.ranks_per_host)
 
 
-def _state_bytes(spec: OptimizerSpec, dtype: torch.dtype) -> int:
+def _state_bytes(spec: OptimizerSpec, dtype: torch.dtype) -> float:
     """Bytes of state per element of a parameter, found by stepping a small one."""
-    small = nn.Parameter(torch.zeros(3, 5, dtype=dtype))
+    small = nn.Parameter(torch.zeros(64, 256, dtype=dtype))
     small.grad = torch.zeros_like(small)
     optimizer = spec.cls([small], lr=0.0, **spec.arguments)
     optimizer.step()
-    return sum(v.element_size() for v in optimizer.state[small].values() if isinstance(v, Tensor) and v.shape == small.shape)
+    return sum(v.nbytes for v in optimizer.state[small].values() if isinstance(v, Tensor) and v.dim()) / small.numel()
 
 
 def _local(tensor: Tensor) -> Tensor:
@@ -149,11 +162,14 @@ def _on_host(parameter: nn.Parameter) -> Tensor:
 
 
 def _placed_like(parameter: nn.Parameter, value: Tensor) -> Tensor:
+    """What an optimizer keeps of this rank's rows; the last dimension may be another one."""
     local = _local(parameter)
-    if not isinstance(parameter, DTensor) or value.shape != local.shape:
+    if not isinstance(parameter, DTensor) or value.dim() != local.dim():
         return value
-    mesh, placements = parameter.device_mesh, parameter.placements
-    return DTensor.from_local(value, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride())
+    last = parameter.shape[-1] * value.shape[-1] // max(1, local.shape[-1])
+    shape = torch.Size((*parameter.shape[:-1], last))
+    mesh, placements, stride = parameter.device_mesh, parameter.placements, torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(value, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 def _to_disk(value: Tensor, directory: Path) -> tuple[Tensor, mmap.mmap]:

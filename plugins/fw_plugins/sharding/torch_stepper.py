@@ -55,6 +55,12 @@ class LossScale:
             self.value, self.good_steps = self.value * 2, 0
 
 
+def begin(optimizer: torch.optim.Optimizer) -> None:
+    """Call ``begin`` of an optimizer that has one (:class:`OptimizerSpec`)."""
+    if hasattr(optimizer, "begin"):
+        optimizer.begin()
+
+
 class WholeOptimizer:
     """One torch optimizer over all parameters, where they are."""
 
@@ -72,6 +78,10 @@ class WholeOptimizer:
 
     def weights_changed(self) -> None:
         """There is no other copy of them."""
+
+    def begin(self) -> None:
+        """Make the state there is before the first step, where the optimizer has a way to."""
+        begin(self._optimizer)
 
     def state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         """Tensors by key."""
@@ -176,6 +186,11 @@ class TorchStepper(Stepper):
         """In place, and where the optimizer has copies."""
         give(self._model.stored())
         self._optimizer.weights_changed()
+
+    def placements(self) -> dict[str, Tensor]:
+        """Parameters, and the state that the optimizer divides in its own way."""
+        self._optimizer.begin()
+        return {**dict(self.parameters()), **self.optimizer_tensors()}
 
     def optimizer_tensors(self) -> dict[str, Tensor]:
         """Every tensor of the optimizer's state."""

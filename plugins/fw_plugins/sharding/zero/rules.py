@@ -25,6 +25,11 @@ def check(config: ZeroConfig, spec: StepSpec, model: CausalLM, ranks: int) -> No
     """
     _precision(spec)
     _offload(config, spec)
+    if spec.optimizer.state != "elements":
+        raise UserError(
+            "zero joins parameters into one flat tensor and cuts it between ranks, and this optimizer needs their rows; use sharding=fsdp,"
+            " or an optimizer whose update is by elements (adamw, adamw_bf16, lion, sgd)"
+        )
     _options(config, spec)
     frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
     if frozen:

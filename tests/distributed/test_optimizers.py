@@ -1,0 +1,68 @@
+"""Every optimizer under every way to divide parameters: the losses of one rank, before and after a checkpoint that others go on from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from conftest import column, fw
+from distributed.ranks import run_ranks
+
+OPTIMIZERS = ["adafactor", "adamw", "adamw_8bit", "adamw_bf16", "lamb", "lion", "lion_8bit", "sgd"]
+BY_ROWS, WHOLE = ["adamw_8bit", "lion_8bit"], ["adafactor", "lamb"]
+SHARDINGS = {
+    "ddp": ["sharding=ddp"],
+    "fsdp": ["sharding=fsdp"],
+    "tensor": ["sharding=fsdp", "sharding.tensor=2", "train.micro_batch_size=4"],
+    "host": ["sharding=fsdp", "offload.optimizer=cpu"],
+    "disk": ["sharding=fsdp", "offload.optimizer=nvme", "offload.path=."],
+}
+SHARED = ["launch.threads=1", "train.max_steps=6", "train.save_every=3"]
+
+
+def is_refused(optimizer: str, sharding: str) -> bool:
+    return (optimizer in BY_ROWS and sharding == "tensor") or (optimizer in WHOLE and sharding in ("host", "disk"))
+
+
+def test_every_optimizer_is_the_same_however_parameters_are_divided(workspace: Path) -> None:
+    runs = {f"{o}-{s}": [f"optimizer={o}", *SHARDINGS[s], *SHARED] for o in OPTIMIZERS for s in SHARDINGS if not is_refused(o, s)}
+    again = {
+        f"{o}-{s}-again": [f"optimizer={o}", *SHARDINGS[s], *SHARED, f"resume={o}-one/checkpoints/step-00000003"]
+        for o in OPTIMIZERS
+        for s in SHARDINGS
+        if not is_refused(o, s)
+    }
+    for optimizer in OPTIMIZERS:
+        one = ["train.micro_batch_size=4", f"train.run_dir={optimizer}-one"]
+        fw("train", "tiny.yaml", f"optimizer={optimizer}", *SHARED, *one).ok()
+    run_ranks("train_in_turn.py", 2, [[*words, f"train.run_dir={name}"] for name, words in {**runs, **again}.items()])
+    for name in runs:
+        optimizer = name.partition("-")[0]
+        # Gradients that differ by rounding move a few codes and signs.
+        close = {"adamw_8bit": 1e-4, "lion": 1e-4, "lion_8bit": 1e-3, "adamw_bf16": 1e-3}.get(optimizer, 1e-5)
+        for key in ("loss", "grad_norm"):
+            expected = column(f"{optimizer}-one", key)
+            assert column(name, key) == pytest.approx(expected, rel=close), (name, key)
+            assert column(f"{name}-again", key) == pytest.approx(expected[3:], rel=close), (name, key)
+    for optimizer in OPTIMIZERS:  # back on one rank, from what two have saved
+        resume = [f"resume={optimizer}-fsdp/checkpoints/step-00000003", f"train.run_dir={optimizer}-back", "train.micro_batch_size=4"]
+        fw("train", "tiny.yaml", f"optimizer={optimizer}", *SHARED, *resume).ok()
+        assert column(f"{optimizer}-back", "loss") == pytest.approx(column(f"{optimizer}-one", "loss")[3:], rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            ["optimizer=adamw_8bit", "sharding=fsdp", "sharding.tensor=2"],
+            "sharding.tensor cuts rows of 64 into 2 pieces, and 8-bit state comes in",
+        ),
+        (["optimizer=lion_8bit", "sharding=zero"], "zero joins parameters into one flat tensor and cuts it between ranks"),
+        (["optimizer=lamb", "sharding=zero"], "zero joins parameters into one flat tensor and cuts it between ranks"),
+        (["optimizer=adafactor", "sharding=fsdp", "offload.optimizer=cpu"], "steps each rank's part of a parameter by itself"),
+    ],
+)
+def test_what_an_optimizer_cannot_do_is_said(workspace: Path, words: list[str], said: str) -> None:
+    done = fw("train", "tiny.yaml", *words, "launch.devices=2", "train.max_steps=1")
+    assert done.code == 2 and done.err.count(said) == 1, done.err
