@@ -71,6 +71,11 @@ def check(recipe: Recipe, vocab_size: int, device: torch.device) -> None:
     Raises:
         UserError: sharding does not fit the model, or does not do what the other plugins ask for.
     """
+    if recipe.steps_in_backward and recipe.train.on_nonfinite == "skip":
+        raise UserError(
+            f"{recipe.config.origin(('train', 'on_nonfinite'))}: train.on_nonfinite: skip looks at all gradients before an update, and"
+            " optimizer.in_backward makes it as each comes; use stop or roll_back"
+        )
     with torch.device("meta"):
         model = recipe.model.build(vocab_size, recipe.train.sequence_length, recipe.attention)
     try:

@@ -51,9 +51,38 @@ def test_every_optimizer_is_the_same_however_parameters_are_divided(workspace: P
         assert column(f"{optimizer}-back", "loss") == pytest.approx(column(f"{optimizer}-one", "loss")[3:], rel=1e-3)
 
 
+def test_an_update_in_backward_is_the_same(workspace: Path) -> None:
+    one = ["train.gradient_clip_norm=0", "launch.threads=1", "train.max_steps=4", "train.save_every=2"]
+    optimizers = [o for o in OPTIMIZERS if o not in WHOLE]
+    shardings = {"fsdp": ["sharding=fsdp"], "tensor": SHARDINGS["tensor"], "host": SHARDINGS["host"]}
+    runs = {}
+    for optimizer in optimizers:
+        for sharding, words in shardings.items():
+            if not is_refused(optimizer, sharding):
+                words = [*words, f"optimizer={optimizer}", *one, "train.micro_batch_size=null"]
+                runs[f"{optimizer}-{sharding}-after"] = words
+                runs[f"{optimizer}-{sharding}-in"] = [*words, "optimizer.in_backward=true"]
+                runs[f"{optimizer}-{sharding}-again"] = [
+                    *words,
+                    "optimizer.in_backward=true",
+                    f"resume={optimizer}-{sharding}-after/checkpoints/step-00000002",
+                ]
+    run_ranks("train_in_turn.py", 2, [[*words, f"train.run_dir={name}"] for name, words in runs.items()])
+    for name in runs:
+        kind, _, way = name.rpartition("-")
+        for key in ("loss", "grad_norm"):
+            expected = column(f"{kind}-after", key)
+            assert column(name, key) == pytest.approx(expected if way != "again" else expected[2:], rel=1e-12), (name, key)
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
+        (["optimizer.in_backward=true", "sharding=ddp"], "ddp averages gradients in buckets after they have come"),
+        (["optimizer.in_backward=true", "sharding=zero"], "DeepSpeed updates after backward"),
+        (["optimizer.in_backward=true", "sharding=fsdp", "train.micro_batch_size=4"], "the run clips by the norm of all gradients"),
+        (["optimizer.in_backward=true", "sharding=fsdp", "train.gradient_clip_norm=0"], "the run accumulates gradients over micro-batches"),
+        (["optimizer.in_backward=true", "sharding=fsdp", "train.on_nonfinite=skip"], "skip looks at all gradients before an update"),
         (
             ["optimizer=adamw_8bit", "sharding=fsdp", "sharding.tensor=2"],
             "sharding.tensor cuts rows of 64 into 2 pieces, and 8-bit state comes in",

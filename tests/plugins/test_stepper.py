@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,9 +14,12 @@ from fw.errors import RunError
 from fw.kinds.offload import OffloadPolicy
 from fw.kinds.precision import LossScaling, PrecisionPolicy
 from fw.kinds.sharding import StepSpec
+from fw.meter.allocations import allocations
 from fw_models.llama import Llama, LlamaConfig
 from fw_plugins.attention.sdpa import SDPAttention
 from fw_plugins.optimizer.adamw import AdamW, AdamWConfig
+from fw_plugins.optimizer.adamw_8bit import AdamW8bit, AdamW8bitConfig
+from fw_plugins.optimizer.lion import Lion, LionConfig
 from fw_plugins.optimizer.sgd import SGD, SGDConfig
 from fw_plugins.sharding.norm import global_norm
 from fw_plugins.sharding.single import SingleRank
@@ -142,6 +146,45 @@ def test_a_gradient_that_is_not_finite_changes_nothing(offload):
     after = {**dict(module.named_parameters()), **stepper.optimizer_tensors()}
     assert before.keys() == after.keys() and all(before[name].equal(after[name]) for name in after)
     assert all(p.grad is None for p in module.parameters())
+
+
+@pytest.mark.parametrize("plugin", [AdamW(AdamWConfig(lr=1e-2)), AdamW8bit(AdamW8bitConfig(lr=1e-2)), Lion(LionConfig(lr=1e-3))])
+def test_an_update_in_backward_is_the_same_and_keeps_no_gradients(plugin):
+    made = {}
+    for in_backward in (False, True):
+        net = Llama(LlamaConfig(64, 8, 4, 2, intermediate_size=256), 64, 64, SDPAttention(None))
+        for name, parameter in net.named_parameters():
+            initialise(parameter.data, name, net.init(name), seed=0)
+        spec = replace(plugin.spec(CPU), in_backward=in_backward)
+        stepper = SingleRank(None).stepper(net, None, StepSpec(FP32, ON_DEVICE, spec))
+        norms, peak = [], 0
+        for number, ids in enumerate(batches(4)):
+            stepper.begin_step(0.5)
+            loss = loss_of(net, ids)
+            with allocations(CPU) as found:
+                stepper.backward(loss)
+            peak = found.peak_bytes if number else 0  # the first makes the state
+            norms.append(float(stepper.step(0.5).grad_norm))
+            assert all(p.grad is None for p in net.parameters())
+        made[in_backward] = net, stepper.optimizer_tensors(), norms, peak
+    (plain, state, norms, peak), (net, other, others, least) = made[False], made[True]
+    assert all(a.equal(b) for a, b in zip(plain.parameters(), net.parameters(), strict=True))
+    assert state.keys() == other.keys() and all(state[key].equal(other[key]) for key in state)
+    assert others == pytest.approx(norms, rel=1e-12)
+    whole = sum(p.nbytes for p in net.parameters())
+    assert peak > 0.85 * whole and least < 0.25 * whole, (peak, least, whole)
+
+
+def test_nothing_but_weights_and_state_outlives_a_step():
+    """The bytes after a step are those before it, from the second step on."""
+    module = model()
+    stepper = SingleRank(None).stepper(module, None, StepSpec(FP32, ON_DEVICE, AdamW(AdamWConfig()).spec(CPU), 1.0))
+    for number, ids in enumerate(batches(3)):
+        with allocations(CPU) as found:
+            stepper.backward(loss_of(module, ids))
+            stepper.step(1.0)
+        moments = sum(t.nbytes for t in stepper.optimizer_tensors().values())
+        assert found.left_bytes == (moments if number == 0 else 0)
 
 
 def by_parameter(grads):

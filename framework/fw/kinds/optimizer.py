@@ -23,6 +23,7 @@ class OptimizerSpec:
         state: of what it needs to see at once. ``elements``: the update of an element depends on no other, so that parameters may come cut
             and joined in any way. ``rows``: of a row (the last dimension); a rank's part of a parameter will do. ``whole``: of all of a
             parameter; where it is divided the update is collective, over DTensors.
+        in_backward: update each parameter as soon as its gradient is there, and free that.
     """
 
     cls: Callable[..., torch.optim.Optimizer]
@@ -30,6 +31,16 @@ class OptimizerSpec:
     weight_decay: float = 0.0
     arguments: dict[str, Any] = field(default_factory=dict)
     state: Literal["elements", "rows", "whole"] = "elements"
+    in_backward: bool = False
+
+
+@dataclass
+class OptimizerOptions:
+    """What an optimizer of any kind has; options of plugins derive from it."""
+
+    in_backward: bool = False
+    """Update each parameter during backward, as soon as its gradient is there, and free the gradient: about one block's gradients exist
+    at a time. Needs one micro-batch per step and gradient_clip_norm 0."""
 
 
 class OptimizerPlugin(Plugin):

@@ -49,7 +49,8 @@ class StepSpec:
 
 @dataclass(frozen=True)
 class StepResult:
-    """``grad_norm``: global L2 norm before clipping, a scalar on the device. ``skipped``: it is not finite, and the update was not made."""
+    """``grad_norm``: global L2 norm before clipping, a scalar on the device. ``skipped``: it is not finite, and the update was not made (an
+    update in backward cannot be skipped)."""
 
     grad_norm: Tensor
     skipped: bool = False
@@ -77,6 +78,9 @@ class Stepper(ABC):
 
     length_multiple: int = 1
     """What the length of a sequence must be a multiple of."""
+
+    def begin_step(self, lr_factor: float) -> None:  # noqa: B027
+        """Called before the first forward of a step; ``lr_factor`` is what :meth:`step` will get."""
 
     @abstractmethod
     def backward(self, loss: Tensor) -> None:

@@ -103,6 +103,11 @@ class Recipe:
         )
 
     @property
+    def steps_in_backward(self) -> bool:
+        """Whether weights change during backward already."""
+        return self.optimizer.spec(torch.device("cpu")).in_backward
+
+    @property
     def ranks_per_host(self) -> int:
         """As the launcher says, or will start them."""
         world = current_world()

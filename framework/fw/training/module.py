@@ -125,15 +125,21 @@ class TrainingModule(pl.LightningModule):
         step = self.trainer.global_step
         divisor = max(count / recipe.copies, 1.0)
         generators = GeneratorStates(self.strategy.root_device)
-        loss = self._compute(micro_batches, divisor, None)
         lr_factor = recipe.schedule.factor(step, recipe.train.max_steps)
-        self.before_update()
+        stepper.begin_step(lr_factor)
+        if recipe.steps_in_backward:
+            self.before_update()
+        loss = self._compute(micro_batches, divisor, None)
+        if not recipe.steps_in_backward:
+            self.before_update()
         result = stepper.step(lr_factor)
         if self.nonfinite is not None and recipe.precision.policy().loss_scaling is None:  # which has a policy of its own
             if result.skipped:
                 compute = partial(self._compute, micro_batches, divisor)
                 again = self.nonfinite.met(self, step + 1, generators, compute, lr_factor)
                 loss, result = again.loss, again.result
+            elif recipe.steps_in_backward and not result.grad_norm.isfinite():
+                self.nonfinite.spoilt(self, step + 1, loss)
             else:
                 self.nonfinite.was_finite()
         # Lightning counts optimizer steps itself only through its own optimizer wrapper.

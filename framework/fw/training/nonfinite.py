@@ -82,6 +82,21 @@ class Nonfinite:
             self._say(f"{what}; going on from {self._roll_back(module, what)}")
         return again
 
+    def spoilt(self, module: TrainingModule, step: int, loss: Tensor) -> None:
+        """Weights were updated in backward, before anything could be known of all gradients.
+
+        Raises:
+            RunError: the run is to end.
+        """
+        total = sum(module.strategy.gather(float(loss))) / self._recipe.copies
+        what = f"step {step}: loss {total:.4g}, gradient not finite; weights were updated by it (optimizer.in_backward)"
+        self._in_a_row += 1
+        if self._recipe.train.on_nonfinite != "roll_back":
+            raise RunError(f"{what}. Go on from the last checkpoint with resume=auto, and see where it comes from with in_backward=false")
+        if self._in_a_row >= self._recipe.train.nonfinite_limit:
+            raise RunError(f"{what}. So were {self._in_a_row} steps in a row, the most that train.nonfinite_limit allows")
+        self._say(f"{what}; going on from {self._roll_back(module, what)}")
+
     def _roll_back(self, module: TrainingModule, what: str) -> str:
         """Weights and optimizer state of the newest checkpoint; the data goes on, or it would end here again."""
         self._saver.settle()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fw.errors import UserError
-from fw.kinds.optimizer import OptimizerPlugin, OptimizerSpec
+from fw.kinds.optimizer import OptimizerOptions, OptimizerPlugin, OptimizerSpec
 from fw_plugins.optimizer.divided import norm, reduced, summed
 from fw_plugins.optimizer.per_parameter import PerParameter, local
 
@@ -71,7 +71,7 @@ class AdafactorUpdate(PerParameter):
 
 
 @dataclass
-class AdafactorConfig:
+class AdafactorConfig(OptimizerOptions):
     """Adafactor keeps one number per row and one per column."""
 
     lr: float = 1e-2
@@ -106,4 +106,4 @@ class Adafactor(OptimizerPlugin):
         """fw's own, for any device and for sharded parameters."""
         c = self.config
         arguments = {"beta2_decay": c.beta2_decay, "eps": c.eps, "clip": c.clip}
-        return OptimizerSpec(AdafactorUpdate, c.lr, c.weight_decay, arguments, state="whole")
+        return OptimizerSpec(AdafactorUpdate, c.lr, c.weight_decay, arguments, state="whole", in_backward=c.in_backward)

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 import torch
 
 from fw.errors import UserError
-from fw.kinds.optimizer import OptimizerPlugin, OptimizerSpec
+from fw.kinds.optimizer import OptimizerOptions, OptimizerPlugin, OptimizerSpec
 
 
 @dataclass
-class MomentsConfig:
+class MomentsConfig(OptimizerOptions):
     """What every Adam has."""
 
     lr: float = 3e-4
@@ -50,4 +50,4 @@ class AdamW(OptimizerPlugin):
         c = self.config
         fused = device.type in ("cpu", "cuda") if c.fused is None else c.fused
         arguments = {"betas": tuple(c.betas), "eps": c.eps, "fused": fused}
-        return OptimizerSpec(torch.optim.AdamW, c.lr, c.weight_decay, arguments)
+        return OptimizerSpec(torch.optim.AdamW, c.lr, c.weight_decay, arguments, in_backward=c.in_backward)

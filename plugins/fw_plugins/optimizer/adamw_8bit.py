@@ -54,4 +54,6 @@ class AdamW8bit(OptimizerPlugin):
     def spec(self, device: torch.device) -> OptimizerSpec:
         """fw's own, for any device and for parameters that are divided by rows."""
         c = self.config
-        return OptimizerSpec(AdamW8bitUpdate, c.lr, c.weight_decay, {"betas": tuple(c.betas), "eps": c.eps}, state="rows")
+        return OptimizerSpec(
+            AdamW8bitUpdate, c.lr, c.weight_decay, {"betas": tuple(c.betas), "eps": c.eps}, state="rows", in_backward=c.in_backward
+        )

@@ -84,4 +84,4 @@ class AdamWBF16(OptimizerPlugin):
     def spec(self, device: torch.device) -> OptimizerSpec:
         """fw's own, for any device and for sharded parameters."""
         c = self.config
-        return OptimizerSpec(AdamWBF16Update, c.lr, c.weight_decay, {"betas": tuple(c.betas), "eps": c.eps})
+        return OptimizerSpec(AdamWBF16Update, c.lr, c.weight_decay, {"betas": tuple(c.betas), "eps": c.eps}, in_backward=c.in_backward)

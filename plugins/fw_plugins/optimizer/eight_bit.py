@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from fw.errors import UserError
 from fw_plugins.optimizer.per_parameter import PerParameter, chunks, local, rows
 
+
 @cache
 def numbers(signed: bool) -> Tensor:
     """The 256 numbers in [-1, 1] or [0, 1] that a code stands for, in rising order ``[256]``.

@@ -84,4 +84,4 @@ class Lamb(OptimizerPlugin):
         """fw's own, for any device and for sharded parameters."""
         c = self.config
         arguments = {"betas": tuple(c.betas), "eps": c.eps, "largest_ratio": c.largest_ratio}
-        return OptimizerSpec(LambUpdate, c.lr, c.weight_decay, arguments, state="whole")
+        return OptimizerSpec(LambUpdate, c.lr, c.weight_decay, arguments, state="whole", in_backward=c.in_backward)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fw.errors import UserError
-from fw.kinds.optimizer import OptimizerPlugin, OptimizerSpec
+from fw.kinds.optimizer import OptimizerOptions, OptimizerPlugin, OptimizerSpec
 from fw_plugins.optimizer.per_parameter import PerParameter
 
 
@@ -37,7 +37,7 @@ class LionUpdate(PerParameter):
 
 
 @dataclass
-class LionConfig:
+class LionConfig(OptimizerOptions):
     """Lion keeps one momentum per parameter, in the parameter's dtype, and moves every weight by the learning rate."""
 
     lr: float = 1e-4
@@ -64,4 +64,4 @@ class Lion(OptimizerPlugin):
     def spec(self, device: torch.device) -> OptimizerSpec:
         """fw's own, for any device and for sharded parameters."""
         c = self.config
-        return OptimizerSpec(LionUpdate, c.lr, c.weight_decay, {"betas": tuple(c.betas)})
+        return OptimizerSpec(LionUpdate, c.lr, c.weight_decay, {"betas": tuple(c.betas)}, in_backward=c.in_backward)

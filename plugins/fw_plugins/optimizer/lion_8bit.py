@@ -47,4 +47,4 @@ class Lion8bit(OptimizerPlugin):
     def spec(self, device: torch.device) -> OptimizerSpec:
         """fw's own, for any device and for parameters that are divided by rows."""
         c = self.config
-        return OptimizerSpec(Lion8bitUpdate, c.lr, c.weight_decay, {"betas": tuple(c.betas)}, state="rows")
+        return OptimizerSpec(Lion8bitUpdate, c.lr, c.weight_decay, {"betas": tuple(c.betas)}, state="rows", in_backward=c.in_backward)

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import torch
 
 from fw.errors import UserError
-from fw.kinds.optimizer import OptimizerPlugin, OptimizerSpec
+from fw.kinds.optimizer import OptimizerOptions, OptimizerPlugin, OptimizerSpec
 
 
 @dataclass
-class SGDConfig:
+class SGDConfig(OptimizerOptions):
     """SGD keeps one momentum per parameter, or nothing."""
 
     lr: float = 0.1
@@ -40,4 +40,6 @@ class SGD(OptimizerPlugin):
     def spec(self, device: torch.device) -> OptimizerSpec:
         """torch's SGD."""
         c = self.config
-        return OptimizerSpec(torch.optim.SGD, c.lr, c.weight_decay, {"momentum": c.momentum, "nesterov": c.nesterov})
+        return OptimizerSpec(
+            torch.optim.SGD, c.lr, c.weight_decay, {"momentum": c.momentum, "nesterov": c.nesterov}, in_backward=c.in_backward
+        )

@@ -58,6 +58,8 @@ class DDP(ShardingPlugin):
 
     def check(self, model: CausalLM, mesh_shape: Mapping[str, int], spec: StepSpec, sequence_length: int) -> None:
         """Tiers of offload."""
+        if spec.optimizer.in_backward:
+            raise UserError("optimizer.in_backward: ddp averages gradients in buckets after they have come; use sharding=fsdp")
         offloaded.check(spec, model, parts=1, gathers=False)
 
     def shard(self, model: CausalLM, mesh: DeviceMesh | None, spec: StepSpec) -> None:

@@ -120,6 +120,8 @@ def check(spec: StepSpec, model: CausalLM, parts: int, gathers: bool) -> None:
         UserError: with what would work.
     """
     policy = spec.offload
+    if spec.optimizer.in_backward:
+        _check_in_backward(spec, gathers)
     if policy.params == "nvme" or (policy.params == "cpu" and not gathers):
         does = "zero with stage 3" if policy.params == "nvme" else "fsdp, or zero with stage 3"
         raise UserError(f"offload.params: {policy.params} needs sharding that brings parameters block by block from there: {does}")
@@ -138,6 +140,22 @@ def check(spec: StepSpec, model: CausalLM, parts: int, gathers: bool) -> None:
         elements = sum(p.numel() for p in model.parameters() if p.requires_grad)
         state = _state_bytes(spec.optimizer, spec.precision.parameters) if policy.optimizer == "nvme" else 0
         check_space(policy.path, math.ceil(elements / parts * state), spec.ranks_per_host)
+
+
+def _check_in_backward(spec: StepSpec, gathers: bool) -> None:
+    """What needs all gradients at once cannot be had where none outlives its update."""
+    stands_against = {
+        "accumulates gradients over micro-batches (train.micro_batch_size)": spec.accumulation > 1,
+        "clips by the norm of all gradients (train.gradient_clip_norm)": spec.clip_norm > 0,
+        "scales the loss and looks for overflow in all gradients (precision.fp16)": spec.precision.loss_scaling is not None,
+        "takes gradients to the host (offload.gradients)": spec.offload.gradients != "device",
+        "needs all ranks for an update, amid the collectives of backward": spec.optimizer.state == "whole" and gathers,
+    }
+    for what, is_so in stands_against.items():
+        if is_so:
+            raise UserError(
+                f"optimizer.in_backward updates each parameter as its gradient comes, and the run {what}; switch one of them off"
+            )
 
 
 def _state_bytes(spec: OptimizerSpec, dtype: torch.dtype) -> float:

@@ -16,7 +16,7 @@ from fw.kinds.offload import OffloadPolicy
 from fw.kinds.optimizer import OptimizerSpec
 from fw.kinds.precision import LossScaling
 from fw.kinds.sharding import Stepper, StepResult, StepSpec
-from fw_plugins.sharding.norm import global_norm
+from fw_plugins.sharding.norm import GradientNorm, global_norm
 from fw_plugins.sharding.offloaded import OffloadedOptimizer
 
 _LEAST_SCALE = 2.0**-20
@@ -92,6 +92,42 @@ class WholeOptimizer:
         self._optimizer.state[parameter][key] = value
 
 
+class SeparateOptimizers(WholeOptimizer):
+    """A torch optimizer per parameter, where it is: each may be stepped by itself."""
+
+    def __init__(self, groups: list[dict[str, Any]], spec: OptimizerSpec, policy: OffloadPolicy) -> None:
+        self._each = {
+            parameter: spec.cls([{**group, "params": [parameter]}], lr=spec.lr, **spec.arguments)
+            for group in groups
+            for parameter in group["params"]
+        }
+
+    def set_lr(self, lr: float) -> None:
+        """For the next step."""
+        for optimizer in self._each.values():
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+
+    def step(self, grads: Mapping[nn.Parameter, Tensor]) -> None:
+        """Update these parameters."""
+        for parameter in grads:
+            self._each[parameter].step()
+
+    def begin(self) -> None:
+        """Make the state there is before the first step, where the optimizer has a way to."""
+        for optimizer in self._each.values():
+            begin(optimizer)
+
+    def state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+        """Tensors by key."""
+        state = self._each[parameter].state.get(parameter, {})
+        return {key: value for key, value in state.items() if isinstance(value, Tensor)}
+
+    def load(self, parameter: nn.Parameter, key: str, value: Tensor) -> None:
+        """Take back what :meth:`state` gave."""
+        self._each[parameter].state[parameter][key] = value
+
+
 class TorchStepper(Stepper):
     """Autograd, one torch optimizer, clipping by the global norm. ``replicas`` ranks average their gradients, so losses are scaled up."""
 
@@ -104,11 +140,17 @@ class TorchStepper(Stepper):
         self._lr = spec.optimizer.lr
         self._device = next(model.parameters()).device
         groups = parameter_groups(model.named_parameters(), model.undecayed(), spec.optimizer.weight_decay)
-        make = WholeOptimizer if spec.offload.optimizer == "device" else OffloadedOptimizer
+        self._in_backward = spec.optimizer.in_backward
+        on_device = SeparateOptimizers if self._in_backward else WholeOptimizer
+        make = on_device if spec.offload.optimizer == "device" else OffloadedOptimizer
         self._optimizer = make(groups, spec.optimizer, spec.offload)
+        self._norm = GradientNorm()
         self._trained = [p for group in groups for p in group["params"]]
         self._gradients_on_host = spec.offload.gradients == "cpu"
         self._stashed: dict[nn.Parameter, Tensor] = {}
+        if self._in_backward:
+            for parameter in self._trained:
+                parameter.register_post_accumulate_grad_hook(self._update)
 
     @property
     def module(self) -> nn.Module:
@@ -136,6 +178,19 @@ class TorchStepper(Stepper):
         if self._gradients_on_host:
             self._stash()
 
+    def begin_step(self, lr_factor: float) -> None:
+        """What is updated in backward needs the learning rate before."""
+        self._optimizer.set_lr(self._lr * lr_factor)
+
+    @torch.no_grad()
+    def _update(self, parameter: Tensor) -> None:
+        """The gradient of a parameter is there."""
+        assert isinstance(parameter, nn.Parameter) and parameter.grad is not None
+        grad = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
+        self._norm.add({parameter: grad})
+        self._optimizer.step({parameter: grad})
+        parameter.grad = None
+
     def _stash(self) -> None:
         for parameter, grad in self._gradients().items():
             if parameter in self._stashed:
@@ -150,6 +205,8 @@ class TorchStepper(Stepper):
 
     def step(self, lr_factor: float) -> StepResult:
         """Norm, clip, update, drop the gradients."""
+        if self._in_backward:
+            return StepResult(self._norm.take())
         grads = self._stashed if self._gradients_on_host else self._gradients()
         norm = global_norm(grads) / self._scale.value
         finite = bool(norm.isfinite())  # the one synchronisation with the device: nothing brings weights back that are NaN

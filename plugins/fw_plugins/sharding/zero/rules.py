@@ -25,6 +25,8 @@ def check(config: ZeroConfig, spec: StepSpec, model: CausalLM, ranks: int) -> No
     """
     _precision(spec)
     _offload(config, spec)
+    if spec.optimizer.in_backward:
+        raise UserError("optimizer.in_backward: DeepSpeed updates after backward, by the norm of all gradients; use sharding=fsdp")
     if spec.optimizer.state != "elements":
         raise UserError(
             "zero joins parameters into one flat tensor and cuts it between ranks, and this optimizer needs their rows; use sharding=fsdp,"
