@@ -18,7 +18,7 @@ from fw.cli import main
         (["train", "tiny.yaml", "train.max_stps=3"], "unknown key 'max_stps' in 'train'; did you mean 'max_steps'?"),
         (
             ["train", "tiny.yaml", "optimizer=adam"],
-            "unknown optimizer 'adam'; did you mean 'adamw'? (there are: adamw, ",
+            "unknown optimizer 'adam'; did you mean 'adamw'? (there are: adafactor, adamw, ",
         ),
         (["train", "tiny.yaml", "train.seed=x"], "override train.seed=x: train.seed: 'x' is not of type int"),
         (["train", "tiny.yaml", "data.files=nowhere.txt"], "data.files: 'nowhere.txt' matches no file"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from dataclasses import replace
 
 import pytest
@@ -23,6 +24,7 @@ from fw_plugins.optimizer.lion import Lion, LionConfig
 from fw_plugins.optimizer.sgd import SGD, SGDConfig
 from fw_plugins.sharding.norm import global_norm
 from fw_plugins.sharding.single import SingleRank
+from fw_plugins.sharding.torch_stepper import parameter_groups
 
 FP32 = PrecisionPolicy(torch.float32, torch.float32, torch.float32)
 CPU = torch.device("cpu")
@@ -157,22 +159,53 @@ def test_an_update_in_backward_is_the_same_and_keeps_no_gradients(plugin):
             initialise(parameter.data, name, net.init(name), seed=0)
         spec = replace(plugin.spec(CPU), in_backward=in_backward)
         stepper = SingleRank(None).stepper(net, None, StepSpec(FP32, ON_DEVICE, spec))
-        norms, peak = [], 0
+        norms, peaks, lefts = [], [], []
         for number, ids in enumerate(batches(4)):
             stepper.begin_step(0.5)
-            loss = loss_of(net, ids)
+            gc.collect()
             with allocations(CPU) as found:
-                stepper.backward(loss)
-            peak = found.peak_bytes if number else 0  # the first makes the state
+                stepper.backward(loss_of(net, ids[:1, :5]))
+            if number:  # the first step makes the state
+                peaks.append(found.peak_bytes)
+                lefts.append(found.left_bytes)
             norms.append(float(stepper.step(0.5).grad_norm))
             assert all(p.grad is None for p in net.parameters())
-        made[in_backward] = net, stepper.optimizer_tensors(), norms, peak
-    (plain, state, norms, peak), (net, other, others, least) = made[False], made[True]
+        made[in_backward] = net, stepper.optimizer_tensors(), norms, max(peaks), max(lefts)
+    (plain, state, norms, peak, left), (net, other, others, least, nothing) = made[False], made[True]
     assert all(a.equal(b) for a, b in zip(plain.parameters(), net.parameters(), strict=True))
     assert state.keys() == other.keys() and all(state[key].equal(other[key]) for key in state)
     assert others == pytest.approx(norms, rel=1e-12)
     whole = sum(p.nbytes for p in net.parameters())
-    assert peak > 0.85 * whole and least < 0.25 * whole, (peak, least, whole)
+    assert left == whole < peak and nothing < 100 and least < 0.4 * whole, (peak, least, left, nothing, whole)
+
+
+@pytest.mark.parametrize(("kept", "summed"), [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)])
+@pytest.mark.parametrize("offload", [ON_DEVICE, OffloadPolicy(optimizer="cpu", gradients="cpu")])
+def test_gradients_are_summed_up_in_a_dtype_of_their_own(kept, summed, offload):
+    ours, theirs = model().to(kept), model().to(kept)
+    policy = PrecisionPolicy(kept, kept, torch.float32, accumulate=summed)
+    stepper = SingleRank(None).stepper(ours, None, StepSpec(policy, offload, AdamW(AdamWConfig(lr=1e-2)).spec(CPU), 0.5))
+    groups = parameter_groups(theirs.named_parameters(), theirs.undecayed(), 0.1)
+    optimizer = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), fused=True)
+    for _ in range(3):
+        sums = {}
+        for ids in batches(4):
+            with allocations(CPU) as found:
+                stepper.backward(loss_of(ours, ids))
+            loss_of(theirs, ids).backward()
+            for parameter in theirs.parameters():
+                sums[parameter] = (sums[parameter] + parameter.grad).to(summed) if parameter in sums else parameter.grad.to(summed)
+                parameter.grad = None
+            assert found.left_bytes in (0, sum(grad.nbytes for grad in sums.values())), "nothing is kept but the sums"
+        norm = torch.cat([grad.flatten().double() for grad in sums.values()]).norm()
+        for parameter, grad in sums.items():
+            parameter.grad = (grad * (0.5 / (norm + 1e-6)).clamp(max=1.0).float()).to(kept)
+        result = stepper.step(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert float(result.grad_norm) == pytest.approx(float(norm), rel=1e-6)
+        for (name, a), b in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+            torch.testing.assert_close(a, b, atol=1e-6 if kept == torch.float32 else 1e-3, rtol=1e-4, msg=name)
 
 
 def test_nothing_but_weights_and_state_outlives_a_step():

@@ -29,12 +29,19 @@ class PrecisionPolicy:
     compute: dtype of matrix products in forward and backward.
     reduce: dtype in which gradients are summed over ranks.
     loss_scaling: None where the exponent range needs none.
+    accumulate: dtype in which the gradients of micro-batches are summed up, and kept until the step; None for that of the parameters.
     """
 
     parameters: torch.dtype
     compute: torch.dtype
     reduce: torch.dtype
     loss_scaling: LossScaling | None = None
+    accumulate: torch.dtype | None = None
+
+    @property
+    def accumulates_apart(self) -> bool:
+        """Whether gradients are summed up in another dtype than the parameters have."""
+        return self.accumulate not in (None, self.parameters)
 
 
 class PrecisionPlugin(Plugin):

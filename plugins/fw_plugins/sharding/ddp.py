@@ -58,6 +58,10 @@ class DDP(ShardingPlugin):
 
     def check(self, model: CausalLM, mesh_shape: Mapping[str, int], spec: StepSpec, sequence_length: int) -> None:
         """Tiers of offload."""
+        if spec.precision.accumulates_apart and spec.offload.gradients == "device":
+            raise UserError(
+                "precision.accumulate: ddp sums gradients up in the buckets it averages, as wide as parameters; use sharding=fsdp"
+            )
         if spec.optimizer.in_backward:
             raise UserError("optimizer.in_backward: ddp averages gradients in buckets after they have come; use sharding=fsdp")
         offloaded.check(spec, model, parts=1, gathers=False)

@@ -109,9 +109,14 @@ class SeparateOptimizers(WholeOptimizer):
                 group["lr"] = lr
 
     def step(self, grads: Mapping[nn.Parameter, Tensor]) -> None:
-        """Update these parameters."""
-        for parameter in grads:
+        """Update these parameters, by ``.grad`` where they have it; else a copy in their own dtype takes that place for a moment."""
+        for parameter, grad in grads.items():
+            if parameter.grad is not None:
+                self._each[parameter].step()
+                continue
+            parameter.grad = _divided_like(parameter, grad.to(parameter.dtype))
             self._each[parameter].step()
+            parameter.grad = None
 
     def begin(self) -> None:
         """Make the state there is before the first step, where the optimizer has a way to."""
@@ -141,16 +146,19 @@ class TorchStepper(Stepper):
         self._device = next(model.parameters()).device
         groups = parameter_groups(model.named_parameters(), model.undecayed(), spec.optimizer.weight_decay)
         self._in_backward = spec.optimizer.in_backward
-        on_device = SeparateOptimizers if self._in_backward else WholeOptimizer
+        apart = spec.precision.accumulates_apart and spec.offload.gradients == "device"
+        on_device = SeparateOptimizers if self._in_backward or apart else WholeOptimizer
         make = on_device if spec.offload.optimizer == "device" else OffloadedOptimizer
         self._optimizer = make(groups, spec.optimizer, spec.offload)
         self._norm = GradientNorm()
         self._trained = [p for group in groups for p in group["params"]]
         self._gradients_on_host = spec.offload.gradients == "cpu"
         self._stashed: dict[nn.Parameter, Tensor] = {}
-        if self._in_backward:
-            for parameter in self._trained:
-                parameter.register_post_accumulate_grad_hook(self._update)
+        """This rank's parts of gradients that are not in ``.grad``: on the host, or in a dtype of their own."""
+        self._keeps_apart = self._gradients_on_host or apart
+        when_there = self._update if self._in_backward else self._sum_up if apart else None
+        for parameter in self._trained if when_there is not None else ():
+            parameter.register_post_accumulate_grad_hook(when_there)
 
     @property
     def module(self) -> nn.Module:
@@ -191,12 +199,24 @@ class TorchStepper(Stepper):
         self._optimizer.step({parameter: grad})
         parameter.grad = None
 
+    @torch.no_grad()
+    def _sum_up(self, parameter: Tensor) -> None:
+        """The gradient of a parameter is there; it goes into a sum of another dtype."""
+        assert isinstance(parameter, nn.Parameter) and parameter.grad is not None
+        grad = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
+        if parameter in self._stashed:
+            self._stashed[parameter] += grad
+        else:
+            self._stashed[parameter] = grad.to(self._policy.accumulate)
+        parameter.grad = None
+
     def _stash(self) -> None:
         for parameter, grad in self._gradients().items():
             if parameter in self._stashed:
                 self._stashed[parameter] += grad.to("cpu")
             else:
-                self._stashed[parameter] = torch.empty_like(grad, device="cpu", pin_memory=grad.is_cuda).copy_(grad)
+                dtype = self._policy.accumulate or grad.dtype
+                self._stashed[parameter] = torch.empty_like(grad, dtype=dtype, device="cpu", pin_memory=grad.is_cuda).copy_(grad)
             parameter.grad = None
 
     def _gradients(self) -> dict[nn.Parameter, Tensor]:
@@ -207,7 +227,7 @@ class TorchStepper(Stepper):
         """Norm, clip, update, drop the gradients."""
         if self._in_backward:
             return StepResult(self._norm.take())
-        grads = self._stashed if self._gradients_on_host else self._gradients()
+        grads = self._stashed if self._keeps_apart else self._gradients()
         norm = global_norm(grads) / self._scale.value
         finite = bool(norm.isfinite())  # the one synchronisation with the device: nothing brings weights back that are NaN
         unscale = 1 / self._scale.value
@@ -275,3 +295,11 @@ class TorchStepper(Stepper):
         """Take the loss scale back."""
         if self._scale.scaling is not None and "loss_scale" in scalars:
             self._scale.value, self._scale.good_steps = scalars["loss_scale"], scalars["good_steps"]
+
+
+def _divided_like(parameter: nn.Parameter, kept: Tensor) -> Tensor:
+    """This rank's part of something shaped like the parameter, as it is divided."""
+    if not isinstance(parameter, DTensor):
+        return kept
+    mesh, placements = parameter.device_mesh, parameter.placements
+    return DTensor.from_local(kept, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride())

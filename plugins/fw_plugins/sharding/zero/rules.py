@@ -57,6 +57,8 @@ def check(config: ZeroConfig, spec: StepSpec, model: CausalLM, ranks: int) -> No
 
 def _precision(spec: StepSpec) -> None:
     policy = spec.precision
+    if policy.accumulates_apart:
+        raise UserError("precision.accumulate: zero sums gradients up in the parameters' dtype; leave it out, or use sharding=fsdp")
     if (policy.parameters, policy.compute) not in ((FP32, FP32), (FP32, BF16), (FP32, FP16), (BF16, BF16)):
         raise UserError("zero knows the precisions fp32, bf16, bf16_true and fp16 only; use one of these, or sharding=fsdp")
     if policy.parameters == BF16 and spec.offload.optimizer != "device":
