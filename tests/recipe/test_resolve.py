@@ -22,6 +22,7 @@ def test_defaults_fill_what_nobody_wrote(recipe):
     assert made.names["precision"] == ("fp32",) and made.names["attention"] == ("sdpa",)
     assert made.tree["optimizer"] == {
         "name": "adamw",
+        "in_backward": False,
         "lr": 1e-3,
         "betas": [0.9, 0.95],
         "eps": 1e-8,
