@@ -6,7 +6,7 @@ This package knows nothing of plugins: it reads, layers and remembers. :mod:`fw.
 from fw.config.load import Config, layered, load
 from fw.config.origin import DEFAULT, Origin
 from fw.config.schema import check_interpolations, fill, interpolated, options_of
-from fw.config.sections import LaunchSection, MemorySection, TrainSection
+from fw.config.sections import LaunchSection, LoaderSection, MemorySection, TrainSection
 from fw.config.size import format_size, parse_size
 from fw.config.yaml_source import dump as to_yaml
 
@@ -14,6 +14,7 @@ __all__ = [
     "DEFAULT",
     "Config",
     "LaunchSection",
+    "LoaderSection",
     "MemorySection",
     "Origin",
     "TrainSection",

@@ -1,4 +1,4 @@
-"""The sections that belong to no plugin: ``train``, ``launch`` and ``memory``."""
+"""The sections that belong to no plugin: ``train``, ``loader``, ``launch`` and ``memory``."""
 
 from __future__ import annotations
 
@@ -66,6 +66,25 @@ class TrainSection:
             {k: getattr(self, k) for k in ("gradient_clip_norm", "val_every", "save_every", "seed", "sample_tokens")},
             0,
         )
+
+
+@dataclass
+class LoaderSection:
+    """How batches come to the device."""
+
+    workers: int = 0
+    """Processes of each rank that read batches ahead; 0 reads between steps, which is enough where tokens are ready on a disk. Each takes
+    host memory of its own."""
+    prefetch: int = 2
+    """Batches that each worker has ready."""
+    pin_memory: bool | None = None
+    """Copy batches to page-locked memory, from which GPUs take them while they compute; empty for doing so where there is a GPU."""
+    persistent: bool = True
+    """Keep workers between validations instead of starting them again."""
+
+    def __post_init__(self) -> None:
+        _at_least("loader", {"workers": self.workers}, 0)
+        _at_least("loader", {"prefetch": self.prefetch}, 1)
 
 
 @dataclass

@@ -16,6 +16,7 @@ from fw.config import (
     DEFAULT,
     Config,
     LaunchSection,
+    LoaderSection,
     MemorySection,
     Origin,
     TrainSection,
@@ -45,7 +46,7 @@ from fw.recipe.saving import check_saving
 from fw.recipe.world import World, current_world, world_size
 from fw.registry import Plugin
 
-SECTIONS: dict[str, type] = {"train": TrainSection, "launch": LaunchSection, "memory": MemorySection}
+SECTIONS: dict[str, type] = {"train": TrainSection, "loader": LoaderSection, "launch": LaunchSection, "memory": MemorySection}
 RESUME = "resume"
 
 
@@ -68,6 +69,7 @@ class Recipe:
     loggers: tuple[LoggerPlugin, ...]
     launcher: LauncherPlugin
     train: TrainSection
+    loader: LoaderSection
     launch: LaunchSection
     memory: MemorySection
     resume: str
@@ -176,9 +178,11 @@ def resolve(config: Config, world: World | None = None) -> Recipe:
         tree[kind] = written if KINDS[kind].many else written[0]
 
     train = fill(TrainSection, config, ("train",), _section(config, "train"), root)
+    loader = fill(LoaderSection, config, ("loader",), _section(config, "loader"), root)
     launch = fill(LaunchSection, config, ("launch",), _section(config, "launch"), root)
     memory = fill(MemorySection, config, ("memory",), _section(config, "memory"), root)
-    tree |= {name: dataclasses.asdict(section) for name, section in (("train", train), ("launch", launch), ("memory", memory))}
+    sections = {"train": train, "loader": loader, "launch": launch, "memory": memory}
+    tree |= {name: dataclasses.asdict(section) for name, section in sections.items()}  # type: ignore[call-overload]
     tree[RESUME] = resume = _resume(config)
 
     rules.check(made, config)
@@ -206,6 +210,7 @@ def resolve(config: Config, world: World | None = None) -> Recipe:
         config=config,
         loggers=tuple(cast(LoggerPlugin, plugin) for _, plugin in made["logger"]),
         train=train,
+        loader=loader,
         launch=launch,
         memory=memory,
         resume=resume,

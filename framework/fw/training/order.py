@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
-from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Sampler
-
-from fw.kinds.data import IGNORED, Sample, Samples
+from torch.utils.data import Sampler
 
 
 class StepOrder(Sampler[list[int]]):
@@ -53,27 +49,3 @@ class RankedBatches(Sampler[list[int]]):
         for number in range(len(self)):
             first = (number * self._ranks + self._rank) * self._batch
             yield [i if i < self._samples else -1 for i in range(first, first + self._batch)]
-
-
-class _Padded(Dataset[Sample]):
-    """Index -1 is a sample in which nothing is predicted."""
-
-    def __init__(self, samples: Samples) -> None:
-        self._samples = samples
-
-    def __getitem__(self, index: int) -> Sample:
-        if index >= 0:
-            return self._samples[index]
-        like = self._samples[0]
-        return {**{k: torch.zeros_like(v) for k, v in like.items()}, "labels": torch.full_like(like["labels"], IGNORED)}
-
-
-def _stack(samples: list[Sample]) -> dict[str, Tensor]:
-    return {key: torch.stack([sample[key] for sample in samples]) for key in samples[0]}
-
-
-def loader(samples: Samples, order: Sampler[list[int]], pin: bool) -> DataLoader[Any]:
-    """Batches ``[share, L]`` of each key, in the given order."""
-    # A loader draws a seed for workers each time it begins, also where it has none; dropout must not notice.
-    own = torch.Generator()
-    return DataLoader(_Padded(samples), batch_sampler=order, collate_fn=_stack, pin_memory=pin, generator=own)

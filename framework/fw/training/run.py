@@ -36,9 +36,10 @@ from fw.training.attempts import Attempts
 from fw.training.between_steps import BetweenSteps
 from fw.training.hang_watch import HangWatch
 from fw.training.host_allocator import keep_freed_memory
+from fw.training.loading import loader
 from fw.training.module import TrainingModule
 from fw.training.nonfinite import Nonfinite
-from fw.training.order import RankedBatches, StepOrder, loader
+from fw.training.order import RankedBatches, StepOrder
 from fw.training.progress import Progress
 from fw.training.rng import seed_all
 from fw.training.same_run import begun_by_this_torchrun, check_same_run, held, note_starter
@@ -181,13 +182,13 @@ def _train_joined(recipe: Recipe, world: World, strategy: MeshStrategy, corpus: 
     )
     if checkpoint is not None and world.is_first:
         _say(f"resuming from {checkpoint.place} at step {start_step}")
-    pin = device.type == "cuda"
     replicas = recipe.replicas
     replica = world.rank * replicas // recipe.world_size
     steps = StepOrder(len(corpus.train), recipe.train.global_batch_size, recipe.train.seed, replica, replicas, module.samples_seen)
     passes = RankedBatches(len(corpus.val), recipe.micro_batch_size, replica, replicas)
     try:
-        trainer.fit(module, loader(corpus.train, steps, pin), loader(corpus.val, passes, pin))
+        train_batches = loader(corpus.train, steps, recipe.loader, device)
+        trainer.fit(module, train_batches, loader(corpus.val, passes, recipe.loader, device))
         code, summary = stop.exit_code, {}
         if not stop.decided:
             summary = finish.finish(recipe, module, between, device)
