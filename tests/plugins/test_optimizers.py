@@ -14,6 +14,8 @@ from fw_plugins.optimizer.eight_bit import dequantize, numbers, quantize
 from fw_plugins.optimizer.lamb import LambUpdate
 from fw_plugins.optimizer.lion import Lion, LionConfig, LionUpdate
 from fw_plugins.optimizer.lion_8bit import Lion8bitUpdate
+from fw_plugins.optimizer.muon import MuonUpdate, orthogonalized
+from fw_plugins.sharding.torch_stepper import parameter_groups
 from plugins.test_stepper import batches, loss_of, model
 
 
@@ -182,6 +184,37 @@ def test_lamb_is_the_papers_formula(decay):
         u = m / (1 - 0.9**step) / (np.sqrt(v / (1 - 0.99**step)) + 1e-6) + decay * w
         w = w - 0.1 * (np.linalg.norm(w) / np.linalg.norm(u) if decay else 1.0) * u
     np.testing.assert_allclose(weight.detach().numpy(), w, rtol=1e-4, atol=1e-6)
+
+
+def test_muon_is_that_of_torch():
+    made = []
+    for ours in (True, False):
+        net = model()
+        matrices = {p for block in net.blocks for p in block.parameters() if p.dim() >= 2}
+        groups = parameter_groups(net.named_parameters(), net.undecayed(), 0.1, matrices)
+        if ours:
+            optimizers = [MuonUpdate(groups, lr=0.01, betas=(0.9, 0.95))]
+        else:
+            rest = [{k: v for k, v in group.items() if k != "matrix"} for group in groups[1:]]
+            optimizers = [
+                torch.optim.Muon(groups[0]["params"], lr=0.01, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
+                torch.optim.AdamW(rest, lr=0.01, betas=(0.9, 0.95)),
+            ]
+        for ids in batches(2):
+            loss_of(net, ids).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        made.append(net)
+    start = model()
+    for (name, a), b, s in zip(made[0].named_parameters(), made[1].parameters(), start.parameters(), strict=True):
+        # What bfloat16 rounds away of small singular values, five iterations make much of.
+        assert (a - b).norm() <= 0.02 * (b - s).norm(), name
+
+
+def test_orthogonalized_matrices_have_singular_values_near_one():
+    found = torch.linalg.svdvals(orthogonalized(torch.randn(3, 48, 32, generator=torch.Generator().manual_seed(0)), 5).float())
+    assert found.shape == (3, 32) and found.min() > 0.5 and found.max() < 1.3
 
 
 def test_what_makes_no_sense_is_refused():

@@ -23,6 +23,7 @@ class OptimizerSpec:
         state: of what it needs to see at once. ``elements``: the update of an element depends on no other, so that parameters may come cut
             and joined in any way. ``rows``: of a row (the last dimension); a rank's part of a parameter will do. ``whole``: of all of a
             parameter; where it is divided the update is collective, over DTensors.
+        matrices: have what is at least two-dimensional in the model's blocks in a group of its own, in which ``matrix`` is True.
         in_backward: update each parameter as soon as its gradient is there, and free that.
     """
 
@@ -32,6 +33,7 @@ class OptimizerSpec:
     arguments: dict[str, Any] = field(default_factory=dict)
     state: Literal["elements", "rows", "whole"] = "elements"
     in_backward: bool = False
+    matrices: bool = False
 
 
 @dataclass

@@ -22,10 +22,22 @@ from fw_plugins.sharding.offloaded import OffloadedOptimizer
 _LEAST_SCALE = 2.0**-20
 
 
-def parameter_groups(named: Iterable[tuple[str, nn.Parameter]], undecayed: Collection[str], weight_decay: float) -> list[dict[str, Any]]:
-    """What an optimizer takes: the parameters that decay and those that do not; no empty group, nothing frozen."""
+def parameter_groups(
+    named: Iterable[tuple[str, nn.Parameter]],
+    undecayed: Collection[str],
+    weight_decay: float,
+    matrices: Collection[nn.Parameter] = frozenset(),
+) -> list[dict[str, Any]]:
+    """What an optimizer takes: the parameters that decay and those that do not; no empty group, nothing frozen.
+
+    Args:
+        matrices: have a group of their own.
+    """
     trained = [(name, p) for name, p in named if p.requires_grad]
+    own = [p for name, p in trained if p in matrices and name not in undecayed]
+    trained = [(name, p) for name, p in trained if p not in matrices or name in undecayed]
     groups = [
+        {"params": own, "weight_decay": weight_decay, "matrix": True},
         {"params": [p for name, p in trained if name not in undecayed], "weight_decay": weight_decay},
         {"params": [p for name, p in trained if name in undecayed], "weight_decay": 0.0},
     ]
@@ -144,7 +156,8 @@ class TorchStepper(Stepper):
         self._scale = LossScale(spec.precision.loss_scaling)
         self._lr = spec.optimizer.lr
         self._device = next(model.parameters()).device
-        groups = parameter_groups(model.named_parameters(), model.undecayed(), spec.optimizer.weight_decay)
+        of_blocks = {p for block in model.blocks for p in block.parameters() if p.dim() >= 2} if spec.optimizer.matrices else frozenset()
+        groups = parameter_groups(model.named_parameters(), model.undecayed(), spec.optimizer.weight_decay, of_blocks)
         self._in_backward = spec.optimizer.in_backward
         apart = spec.precision.accumulates_apart and spec.offload.gradients == "device"
         on_device = SeparateOptimizers if self._in_backward or apart else WholeOptimizer
