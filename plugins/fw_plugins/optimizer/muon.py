@@ -40,8 +40,8 @@ def orthogonalized(matrix: Tensor, steps: int) -> Tensor:
 class MuonUpdate(PerParameter):
     """``m ← lerp(m, g, 1 - μ)``, ``w ← (1 - lr·λ) w - lr · 0.2 √max(R, C) · orthogonalized(lerp(g, m, μ))`` for matrices.
 
-    The factor gives an update the root mean square of AdamW's (Liu et al. 2025, https://arxiv.org/abs/2502.16982), so that one learning rate
-    serves both. A matrix that is divided is put together on each rank, which all compute its update and keep their part.
+    The factor gives an update the root mean square of AdamW's (Liu et al. 2025, https://arxiv.org/abs/2502.16982), so that one learning
+    rate serves both. A matrix that is divided is put together on each rank, which all compute its update and keep their part.
     """
 
     def __init__(
