@@ -53,7 +53,7 @@ def test_deepspeed_reads_what_was_meant(deepspeed):
     zero = found.zero_config
     assert (int(zero.stage), zero.param_persistence_threshold, zero.prefetch_bucket_size, zero.sub_group_size) == (3, 7, 11, 13)
     assert (found.train_batch_size, found.gradient_accumulation_steps, found.gradient_clipping) == (8, 4, 1.0)
-    assert found.bfloat16_config.enabled and not found.bfloat16_config.check_grad_overflow
+    assert found.bfloat16_config.enabled and found.bfloat16_config.check_grad_overflow
     assert found.communication_data_type == FP32 and found.grad_accum_dtype == "fp32"
 
 
