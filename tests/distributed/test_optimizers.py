@@ -28,7 +28,7 @@ def is_refused(optimizer: str, sharding: str) -> bool:
 
 
 def test_every_optimizer_is_the_same_however_parameters_are_divided(workspace: Path) -> None:
-    allowed = [(o, s) for o in OPTIMIZERS for s in SHARDINGS if not is_refused(o, s)]
+    allowed = [(o, s) for o in OPTIMIZERS for s in SHARDINGS if not is_refused(o, s) and (o in BY_ROWS or s in ("fsdp", "tensor", "disk"))]
     runs = {f"{o}-{s}": [f"optimizer={o}", *SHARDINGS[s], *SHARED, SAVED if s == "fsdp" else "train.save_every=0"] for o, s in allowed}
     again = {
         f"{o}-{s}-again": [f"optimizer={o}", *SHARDINGS[s], *SHARED, "train.save_every=0", f"resume={o}-one/{AT_3}"]
@@ -56,7 +56,7 @@ def test_every_optimizer_is_the_same_however_parameters_are_divided(workspace: P
 
 def test_an_update_in_backward_is_the_same(workspace: Path) -> None:
     one = ["train.gradient_clip_norm=0", "launch.threads=1", "train.max_steps=4", "train.save_every=2"]
-    optimizers = [o for o in OPTIMIZERS if o not in WHOLE]
+    optimizers = ["adamw", "adamw_8bit", "lion"]
     shardings = {"fsdp": ["sharding=fsdp"], "tensor": SHARDINGS["tensor"], "host": SHARDINGS["host"]}
     runs = {}
     for optimizer in optimizers:
