@@ -71,8 +71,8 @@ class _Server:
         environment = os.environ if asked["env"] is None else asked["env"]
         return _read_while_loading(environment) == self._loaded_with and not _replaced(environment)
 
-    def start(self, popen: Any, asked: dict[str, Any]) -> None:
-        """What Popen does to start a process: sets ``popen.pid``."""
+    def start(self, popen: Any, asked: dict[str, Any]) -> bool:
+        """What Popen does to start a process: sets ``popen.pid``. False where the server has gone."""
         what = {
             "words": _words(asked),
             "unbuffered": "-u" in asked["args"][1:2],
@@ -84,10 +84,17 @@ class _Server:
             raise FileNotFoundError(2, "No such file or directory", what["directory"])
         fds = [asked[name] if asked[name] != -1 else inherited for inherited, name in enumerate(("p2cread", "c2pwrite", "errwrite"))]
         with self._one_at_a_time, _adopting():
-            socket.send_fds(self._connection, [pickle.dumps(what)], fds)
-            popen.pid = int(self._connection.recv(32))
+            try:
+                socket.send_fds(self._connection, [pickle.dumps(what)], fds)
+                pid = self._connection.recv(32)
+            except ConnectionError:
+                return False
+        if not pid:
+            return False
+        popen.pid = int(pid)
         popen._child_created = True
         popen._close_pipe_fds(*(asked[name] for name in ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")))
+        return True
 
 
 @contextmanager
@@ -128,11 +135,12 @@ def install() -> None:
     def execute_child(self: Any, *values: Any) -> None:
         global _server
         asked = dict(zip(names[1:], values, strict=True))
-        if not _is_python(asked["args"]) or asked["executable"] is not None or asked["shell"]:
-            return _cold(self, *values)
-        with _starting:
-            _server = _server or _start_server()
-        return _server.start(self, asked) if _server.takes(asked) else _cold(self, *values)
+        warm = _is_python(asked["args"]) and asked["executable"] is None and not asked["shell"]
+        if warm:
+            with _starting:
+                _server = _server or _start_server()
+        if not (warm and _server is not None and _server.takes(asked) and _server.start(self, asked)):
+            _cold(self, *values)
 
     subprocess.Popen._execute_child = execute_child  # type: ignore[attr-defined]
 
