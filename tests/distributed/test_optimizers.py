@@ -78,6 +78,15 @@ def test_an_update_in_backward_is_the_same(workspace: Path) -> None:
             assert column(name, key) == pytest.approx(expected if way != "again" else expected[2:], rel=1e-12), (name, key)
 
 
+@pytest.mark.parametrize("precision", ["{name: bf16, accumulate: bf16}", "{name: bf16_true, accumulate: fp32}"])
+def test_gradients_of_a_dtype_of_their_own_are_the_same_where_divided(workspace: Path, precision: str) -> None:
+    words = [f"precision={precision}", "launch.threads=1", "train.max_steps=3"]
+    fw("train", "tiny.yaml", *words, "train.run_dir=one").ok()
+    run_ranks("train_in_turn.py", 2, [[*SHARDINGS[s], *words, f"train.run_dir={s}"] for s in ("fsdp", "tensor")])
+    for sharding in ("fsdp", "tensor"):
+        assert column(sharding, "loss") == pytest.approx(column("one", "loss"), rel=2e-3), sharding
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

@@ -91,7 +91,7 @@ class OffloadedOptimizer:
     def state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         """Tensors by key; those shaped like the parameter are placed like it."""
         host, optimizer = self._each[parameter]
-        return {key: _placed_like(parameter, value) for key, value in optimizer.state[host].items() if isinstance(value, Tensor)}
+        return {key: placed_like(parameter, value) for key, value in optimizer.state[host].items() if isinstance(value, Tensor)}
 
     def load(self, parameter: nn.Parameter, key: str, value: Tensor) -> None:
         """Take back what :meth:`state` gave."""
@@ -179,7 +179,7 @@ def _on_host(parameter: nn.Parameter) -> Tensor:
     return local.requires_grad_()
 
 
-def _placed_like(parameter: nn.Parameter, value: Tensor) -> Tensor:
+def placed_like(parameter: nn.Parameter, value: Tensor) -> Tensor:
     """What an optimizer keeps of this rank's rows; the last dimension may be another one."""
     local = _local(parameter)
     if not isinstance(parameter, DTensor) or value.dim() != local.dim():

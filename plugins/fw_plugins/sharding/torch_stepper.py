@@ -17,7 +17,7 @@ from fw.kinds.optimizer import OptimizerSpec
 from fw.kinds.precision import LossScaling
 from fw.kinds.sharding import Stepper, StepResult, StepSpec
 from fw_plugins.sharding.norm import GradientNorm, global_norm
-from fw_plugins.sharding.offloaded import OffloadedOptimizer
+from fw_plugins.sharding.offloaded import OffloadedOptimizer, placed_like
 
 _LEAST_SCALE = 2.0**-20
 
@@ -126,7 +126,7 @@ class SeparateOptimizers(WholeOptimizer):
             if parameter.grad is not None:
                 self._each[parameter].step()
                 continue
-            parameter.grad = _divided_like(parameter, grad.to(parameter.dtype))
+            parameter.grad = placed_like(parameter, grad.to(parameter.dtype))
             self._each[parameter].step()
             parameter.grad = None
 
@@ -308,11 +308,3 @@ class TorchStepper(Stepper):
         """Take the loss scale back."""
         if self._scale.scaling is not None and "loss_scale" in scalars:
             self._scale.value, self._scale.good_steps = scalars["loss_scale"], scalars["good_steps"]
-
-
-def _divided_like(parameter: nn.Parameter, kept: Tensor) -> Tensor:
-    """This rank's part of something shaped like the parameter, as it is divided."""
-    if not isinstance(parameter, DTensor):
-        return kept
-    mesh, placements = parameter.device_mesh, parameter.placements
-    return DTensor.from_local(kept, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride())
