@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 _IMPORTED = [
+    "fw",  # before torch, whose profiler it keeps quiet
     "torch._dynamo",
     "torch.distributed.checkpoint.state_dict",
     "torch.distributed.fsdp",
@@ -43,7 +44,7 @@ _IMPORTED = [
     "fw_plugins.optimizer.adamw",
     "fw_plugins.sharding.fsdp",
 ]
-_READ_WHILE_LOADING = ("DS_", "GLIBC_", "GOMP_", "KINETO", "KMP_", "LD_", "MALLOC_", "MKL_", "OMP_", "PYTHON", "TORCH_")
+_READ_WHILE_LOADING = ("DS_", "GLIBC_", "GOMP_", "KMP_", "LD_", "MALLOC_", "MKL_", "OMP_", "PYTHON", "TORCH_")
 _READ_LATER = {"OMP_NUM_THREADS", "PYTHONPATH", "PYTHONUNBUFFERED", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "TORCH_NCCL_ASYNC_ERROR_HANDLING"}
 _MODULES = {"fw", "torch.distributed.run"}  # what runs by `python -m`
 _SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER
@@ -217,6 +218,7 @@ def _become(asked: dict[str, Any]) -> None:
     before = _path(os.environ)
     os.environ.clear()
     os.environ.update(asked["environment"])
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # as importing fw does
     sys.path[1:] = [*_path(os.environ), *(part for part in sys.path[1:] if part not in before)]
     os.chdir(asked["directory"])
     unbuffered = asked["unbuffered"] or bool(os.environ.get("PYTHONUNBUFFERED"))

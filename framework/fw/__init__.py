@@ -6,6 +6,7 @@ Nothing heavy is imported here, so that ``fw --help`` answers at once; what is a
 from __future__ import annotations
 
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
 
 from fw.errors import FwError, RunError, UserError
@@ -24,6 +25,10 @@ _FROM = {
     "save_model": "fw.pretrained",
     "train": "fw.training.run",
 }
+
+
+# torch's profiler, which measures memory here, else says when it begins and ends. It reads this when torch is imported.
+os.environ.setdefault("KINETO_LOG_LEVEL", "6")
 
 
 def __getattr__(name: str) -> Any:

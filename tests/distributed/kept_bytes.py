@@ -1,4 +1,5 @@
-"""A rank that prints what it keeps between two steps: parameters, gradients and optimizer state, by the allocator's own count.
+"""A rank that prints what it keeps between two steps, parameters, gradients and optimizer state: by malloc's own count, and by the
+stepper's account.
 
 torchrun --nproc-per-node N kept_bytes.py CONFIG [OVERRIDE ...]
 """
@@ -49,5 +50,7 @@ dist.init_process_group("gloo")
 small = two_steps(sys.argv[2:])  # whatever the first use of anything loads and keeps
 before = malloc_in_use_bytes() or 0
 large = two_steps([*sys.argv[2:], *LARGE])
-print("kept", (malloc_in_use_bytes() or 0) - before, flush=True)
+kept = large.stepper.kept()
+storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in (*kept.weights, *kept.gradients, *kept.optimizer)}
+print("kept", (malloc_in_use_bytes() or 0) - before, sum(storage.nbytes() for storage in storages.values()), flush=True)
 leave()

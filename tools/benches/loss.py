@@ -13,12 +13,11 @@ import os
 import statistics
 import time
 
-os.environ.setdefault("KINETO_LOG_LEVEL", "5")
-
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+import fw  # noqa: F401 - before torch, whose profiler it keeps quiet
 from fw.config import format_size
 from fw.kinds.model import LinearHead
 from fw.meter.allocations import allocations

@@ -148,10 +148,14 @@ class MemorySection:
 
     budget: str = ""
     """Memory per rank, like `24GiB`. The summary sets the measured peak beside it and says by how much it was exceeded; empty for none."""
+    measure_step: int = 0
+    """Step, counted from 1, whose peak is measured by what it is for (weights, gradients, optimizer state, activations …), by the
+    allocator's own events; 0 for none. That step is slower and counts in no rate. No effect on memory worth the name."""
 
     def __post_init__(self) -> None:
         if self.budget:
             parse_size(self.budget)
+        _at_least("memory", {"measure_step": self.measure_step}, 0)
 
     @property
     def budget_bytes(self) -> int | None:

@@ -56,6 +56,15 @@ class StepResult:
     skipped: bool = False
 
 
+@dataclass(frozen=True)
+class KeptTensors:
+    """Plain tensors that are there between two steps (``gradients``: two micro-batches), this rank's parts, on whatever device."""
+
+    weights: list[Tensor]
+    gradients: list[Tensor]
+    optimizer: list[Tensor]
+
+
 class Stepper(ABC):
     """Backward, clip, step and optimizer state: everything between a loss and new weights. One per run; used on all ranks alike."""
 
@@ -101,6 +110,11 @@ class Stepper(ABC):
     @abstractmethod
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """This rank's parameters under the model's own names, no wrapper prefix; DTensors where they are sharded."""
+
+    @abstractmethod
+    def kept(self) -> KeptTensors:
+        """What this rank keeps, for the account of its memory; buffers are among the weights, master weights of another dtype in the
+        optimizer's state."""
 
     @abstractmethod
     def fill(self, give: Give) -> None:

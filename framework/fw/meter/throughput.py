@@ -35,6 +35,10 @@ class Throughput:
         self._warm = True
         self._started = now
 
+    def leave_out(self) -> None:
+        """The step that has ended counts in no rate, and the next begins."""
+        self._started = time.perf_counter()
+
     def lap(self) -> float:
         """Tokens per second since the last call."""
         rate = self._lap_tokens / self._lap_seconds if self._lap_seconds else 0.0

@@ -59,12 +59,12 @@ class BetweenSteps(Callback):
         if validates:
             trainer.val_check_batch = outcome.step  # also at a last step that is no multiple of the interval
         if not (outcome.step % train.log_every == 0 or validates or last):
-            self.throughput.step(self._recipe.tokens_per_step)
+            self._count(outcome.step)
             self._progress.advance(outcome.step)
             return
         (loss,) = module.strategy.sum_on_host([float(outcome.loss) / self._recipe.copies])
         grad_norm = float(outcome.grad_norm)
-        self.throughput.step(self._recipe.tokens_per_step)
+        self._count(outcome.step)
         rate = self.throughput.lap()
         (memory,) = module.strategy.max_on_host([float(peak_memory_bytes(module.strategy.root_device))])
         self._pending = {
@@ -114,6 +114,12 @@ class BetweenSteps(Callback):
         """Leave the terminal and the handlers as they were."""
         self._progress.close()
         _module(pl_module).stop.ignore()
+
+    def _count(self, step: int) -> None:
+        if step == self._recipe.memory.measure_step:
+            self.throughput.leave_out()
+        else:
+            self.throughput.step(self._recipe.tokens_per_step)
 
     def mfu(self, tokens_per_s: float) -> float:
         """Model FLOPs utilization: the FLOPs the model needs for these tokens ÷ those the devices could do (arXiv:2204.02311)."""

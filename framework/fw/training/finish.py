@@ -14,6 +14,7 @@ import torch
 from fw.config import format_size, to_yaml
 from fw.kinds.data import Corpus
 from fw.meter.memory import peak_memory_bytes
+from fw.meter.step_memory import CATEGORIES
 from fw.recipe import Recipe
 from fw.training import run_dir
 from fw.training.between_steps import BetweenSteps
@@ -61,6 +62,7 @@ def finish(recipe: Recipe, module: TrainingModule, between: BetweenSteps, device
         "bigram_bits_per_byte": None,
         "fourgram_bits_per_byte": None,
         "peak_memory_bytes": int(memory),
+        "measured_step": _largest(module),
     }
     if module.val_loss is not None:
         nats = module.val_loss * (module.corpus.val_tokens - 1)
@@ -72,6 +74,19 @@ def finish(recipe: Recipe, module: TrainingModule, between: BetweenSteps, device
             summary["fourgram_bits_per_byte"] = bits_per_byte(train_text, val_text, order=4)
         _write(recipe, summary, text, -int(memory_least), between.rows)
     return module.strategy.broadcast(summary)
+
+
+def _largest(module: TrainingModule) -> dict[str, Any] | None:
+    """The measured step of the rank on which it took most; None where no step was measured. Collective."""
+    own = module.memory
+    (peak,) = module.strategy.max_on_host([float(own.peak_bytes) if own else 0.0])
+    if own is None:
+        return None
+    phases = ("forward", "backward", "update")
+    values = [float(own.by_category.get(category, 0)) for category in CATEGORIES] + [float(phases.index(own.phase))]
+    *sizes, phase = module.strategy.max_on_host(values if own.peak_bytes == peak else [0.0] * len(values))
+    by_category = {category: int(size) for category, size in zip(CATEGORIES, sizes, strict=True)}
+    return {"step": module.recipe.memory.measure_step, "phase": phases[int(phase)], "peak_bytes": int(peak), "by_category": by_category}
 
 
 def _write(recipe: Recipe, summary: dict[str, Any], text: str, least_memory: int, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -113,6 +128,11 @@ def _lines(recipe: Recipe, summary: dict[str, Any], least_memory: int) -> list[t
     peak = summary["peak_memory_bytes"]
     spread = f" (least on a rank: {format_size(least_memory)})" if recipe.world_size > 1 else ""
     lines.append(("peak memory of a rank", format_size(peak) + spread))
+    if measured := summary["measured_step"]:
+        lines.append(
+            (f"allocated at the peak of step {measured['step']}", f"{format_size(measured['peak_bytes'])}, in {measured['phase']}")
+        )
+        lines += [(f"  {category}", format_size(size)) for category, size in measured["by_category"].items() if size]
     budget = recipe.memory.budget_bytes
     if budget is not None:
         over = f"exceeded by {format_size(peak - budget)}" if peak > budget else f"{format_size(budget - peak)} left"

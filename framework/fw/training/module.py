@@ -14,6 +14,7 @@ from torch import Tensor
 from fw.assemble import Assembly, assemble
 from fw.kinds.checkpoint import Reader
 from fw.kinds.data import Corpus
+from fw.meter.step_memory import StepMemory, StepMeter
 from fw.recipe import Recipe
 from fw.training import run_dir
 from fw.training.first_bad import FirstBad
@@ -57,11 +58,14 @@ class TrainingModule(pl.LightningModule):
         """Called on each rank before it assembles, while the others wait: what one rank of a host does for all."""
         self.before_update: Callable[[], None] = lambda: None
         """Called on each rank when a step is about to change weights and optimizer state."""
+        self.memory: StepMemory | None = None
+        """The peak of the step that ``memory.measure_step`` names, on this rank."""
         self.nonfinite: Nonfinite | None = None
         """What is asked where a step was not made."""
         self._vocab_size = vocab_size
         self._checkpoint = checkpoint
         self._assembly: Assembly | None = None
+        self._meter: StepMeter | None = None
         self._val_sums: list[tuple[Tensor, int]] = []
         self._targets = 0
 
@@ -116,7 +120,17 @@ class TrainingModule(pl.LightningModule):
                     setattr(progress, counter, self.start_step)
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        """Forward and backward of each micro-batch, then one step."""
+        """Forward and backward of each micro-batch, then one step; measured where that was asked for."""
+        if self.trainer.global_step + 1 != self.recipe.memory.measure_step:
+            self._step(batch)
+            return
+        self.last = None  # what the step frees must not be from before it, which its recording would not know
+        self._meter = StepMeter(self.assembly.stepper, self.assembly.model.blocks, self.strategy.root_device)
+        with self._meter.step() as measured:
+            self._step(batch)
+        self.memory, self._meter = measured[0], None
+
+    def _step(self, batch: dict[str, Tensor]) -> None:
         recipe, stepper = self.recipe, self.assembly.stepper
         size = recipe.micro_batch_size
         micro_batches = [{k: v[i : i + size] for k, v in batch.items()} for i in range(0, recipe.accumulation * size, size)]
@@ -162,12 +176,18 @@ class TrainingModule(pl.LightningModule):
         parts = []
         for number, micro in enumerate(micro_batches):
             with stepper.micro_batch(last=number == len(micro_batches) - 1):
+                if self._meter is not None:
+                    self._meter.forward()
                 with stepper.forward_context(), watch.forward() if watch is not None else nullcontext():
                     loss = recipe.objective.loss_sum(stepper.module, micro) / divisor
                 if watch is not None:
                     watch.loss(loss)
                 parts.append(loss.detach())
+                if self._meter is not None:
+                    self._meter.backward()
                 stepper.backward(loss * (1 + 0 * parts[-1]))
+            if self._meter is not None:
+                self._meter.update()
         return torch.stack(parts).sum()
 
     def on_validation_epoch_start(self) -> None:

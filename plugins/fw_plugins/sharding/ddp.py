@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -12,10 +12,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.weak import TensorWeakRef
 
 from fw.errors import UserError
 from fw.kinds.model import CausalLM
-from fw.kinds.sharding import REPLICATE, ShardingPlugin, Stepper, StepSpec
+from fw.kinds.sharding import REPLICATE, KeptTensors, ShardingPlugin, Stepper, StepSpec
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import GradBucket
@@ -80,6 +81,8 @@ class _DDPStepper(TorchStepper):
         super().__init__(model, spec, replicas=mesh.size())
         policy = spec.precision
         self._static_graph = config.static_graph
+        self._views: list[TensorWeakRef] = []
+        """Gradients of the step before: what they lay in is there still where they were views of the reducer's buckets."""
         self._wrapped = DistributedDataParallel(
             model,
             process_group=mesh.get_group(),
@@ -95,6 +98,14 @@ class _DDPStepper(TorchStepper):
     @property
     def module(self) -> nn.Module:
         return self._wrapped
+
+    def kept(self) -> KeptTensors:
+        found = super().kept()
+        return replace(found, gradients=[*found.gradients, *(view for ref in self._views if (view := ref()) is not None)])
+
+    def _drop_gradients(self) -> None:
+        self._views = [TensorWeakRef(p.grad) for p in self._trained if p.grad is not None]
+        super()._drop_gradients()
 
     def micro_batch(self, last: bool) -> AbstractContextManager[object]:
         # A static graph is learnt in the first backward, which torch does not allow to be without synchronisation. Gradients that leave

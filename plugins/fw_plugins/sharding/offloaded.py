@@ -19,6 +19,7 @@ from fw.kinds.model import CausalLM
 from fw.kinds.offload import OffloadPolicy
 from fw.kinds.optimizer import OptimizerSpec
 from fw.kinds.sharding import StepSpec
+from fw_plugins.sharding.parts import local_part
 from fw_plugins.sharding.space import allow_open_files, check_space
 
 
@@ -57,7 +58,7 @@ class OffloadedOptimizer:
             host.grad = None
             self._settle(host, optimizer)
             if parameter.device != host.device:
-                _local(parameter.detach()).copy_(host.detach(), non_blocking=True)
+                local_part(parameter.detach()).copy_(host.detach(), non_blocking=True)
 
     def begin(self) -> None:
         """Make the state there is before the first step, where the optimizer has a way to."""
@@ -69,7 +70,7 @@ class OffloadedOptimizer:
     def weights_changed(self) -> None:
         """Copy them to the host again, where they are not there."""
         for parameter, (host, _) in self._each.items():
-            local = _local(parameter.detach())
+            local = local_part(parameter.detach())
             if local.device != host.device:
                 host.detach().copy_(local)
 
@@ -96,7 +97,7 @@ class OffloadedOptimizer:
     def load(self, parameter: nn.Parameter, key: str, value: Tensor) -> None:
         """Take back what :meth:`state` gave."""
         host, optimizer = self._each[parameter]
-        local = _local(value)
+        local = local_part(value)
         if not local.dim():
             optimizer.state[host][key] = value
         elif self._path is None or not local.numel():
@@ -167,13 +168,9 @@ def _state_bytes(spec: OptimizerSpec, dtype: torch.dtype) -> float:
     return sum(v.nbytes for v in optimizer.state[small].values() if isinstance(v, Tensor) and v.dim()) / small.numel()
 
 
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def _on_host(parameter: nn.Parameter) -> Tensor:
     """This rank's part itself where it is in host memory, else a page-locked copy."""
-    local = _local(parameter.detach())
+    local = local_part(parameter.detach())
     if local.device.type != "cpu":
         local = torch.empty(local.shape, dtype=local.dtype, pin_memory=True).copy_(local)
     return local.requires_grad_()
@@ -181,7 +178,7 @@ def _on_host(parameter: nn.Parameter) -> Tensor:
 
 def placed_like(parameter: nn.Parameter, value: Tensor) -> Tensor:
     """What an optimizer keeps of this rank's rows; the last dimension may be another one."""
-    local = _local(parameter)
+    local = local_part(parameter)
     if not isinstance(parameter, DTensor) or value.dim() != local.dim():
         return value
     last = parameter.shape[-1] * value.shape[-1] // max(1, local.shape[-1])

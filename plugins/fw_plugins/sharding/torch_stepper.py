@@ -8,16 +8,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from fw.errors import RunError
 from fw.kinds.model import CausalLM, Give
 from fw.kinds.offload import OffloadPolicy
 from fw.kinds.optimizer import OptimizerSpec
 from fw.kinds.precision import LossScaling
-from fw.kinds.sharding import Stepper, StepResult, StepSpec
+from fw.kinds.sharding import KeptTensors, Stepper, StepResult, StepSpec
 from fw_plugins.sharding.norm import GradientNorm, global_norm
 from fw_plugins.sharding.offloaded import OffloadedOptimizer, placed_like
+from fw_plugins.sharding.parts import local_part
 
 _LEAST_SCALE = 2.0**-20
 
@@ -207,7 +207,7 @@ class TorchStepper(Stepper):
     def _update(self, parameter: Tensor) -> None:
         """The gradient of a parameter is there."""
         assert isinstance(parameter, nn.Parameter) and parameter.grad is not None
-        grad = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
+        grad = local_part(parameter.grad)
         self._norm.add({parameter: grad})
         self._optimizer.step({parameter: grad})
         parameter.grad = None
@@ -216,7 +216,7 @@ class TorchStepper(Stepper):
     def _sum_up(self, parameter: Tensor) -> None:
         """The gradient of a parameter is there; it goes into a sum of another dtype."""
         assert isinstance(parameter, nn.Parameter) and parameter.grad is not None
-        grad = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
+        grad = local_part(parameter.grad)
         if parameter in self._stashed:
             self._stashed[parameter] += grad
         else:
@@ -234,7 +234,7 @@ class TorchStepper(Stepper):
 
     def _gradients(self) -> dict[nn.Parameter, Tensor]:
         """This rank's parts."""
-        return {p: p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in self._trained if p.grad is not None}
+        return {p: local_part(p.grad) for p in self._trained if p.grad is not None}
 
     def step(self, lr_factor: float) -> StepResult:
         """Norm, clip, update, drop the gradients."""
@@ -271,6 +271,13 @@ class TorchStepper(Stepper):
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The model's own names."""
         return self._model.named_parameters()
+
+    def kept(self) -> KeptTensors:
+        """Parts of DTensors as they are."""
+        state = [value for p in self._trained for value in self._optimizer.state(p).values()]
+        weights = [*self._model.parameters(), *self._model.buffers()]
+        gradients = list((self._stashed if self._keeps_apart else self._gradients()).values())
+        return KeptTensors([local_part(w) for w in weights], gradients, [local_part(s) for s in state])
 
     def fill(self, give: Give) -> None:
         """In place, and where the optimizer has copies."""

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,16 @@ class Flats:
                 self._zero._optimizer_states_and_gradient_swap_out(group)
             elif swaps:
                 self._zero._release_swap_buffers(group)
+
+    def kept(self) -> list[Tensor]:
+        """Master weights and their state, those that are in memory."""
+        states = [self._base.state.get(flat, {}) for flat in self._tensors]
+        return [*self._tensors, *(value for state in states for value in state.values() if isinstance(value, Tensor))]
+
+    def gradients(self) -> list[Tensor]:
+        """Where backward puts them and where they are summed up until the step; each stage has places of its own."""
+        places = ("grad_partitions_flat_buffer", "averaged_gradients", "all_grad_tensors", "fp32_groups_gradients_flat")
+        return [t for place in places for t in tree_leaves(getattr(self._zero, place, None)) if isinstance(t, Tensor)]
 
     def publish(self) -> None:
         """Let forward see changed master weights. Collective."""

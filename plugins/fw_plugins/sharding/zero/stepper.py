@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fw.errors import RunError
 from fw.kinds.checkpoint import Kept, Piece
 from fw.kinds.model import Give
-from fw.kinds.sharding import Stepper, StepResult, StepSpec
+from fw.kinds.sharding import KeptTensors, Stepper, StepResult, StepSpec
 from fw_plugins.sharding.zero.disk import OwnDirectory
 from fw_plugins.sharding.zero.fragments import Flats
 
@@ -93,6 +93,12 @@ class ZeroStepper(Stepper):
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The model's own names; in stage 3 parameters are empty but while they are in use."""
         return iter(self._named)
+
+    def kept(self) -> KeptTensors:
+        """Flat tensors; gradients as the engine holds them until the step."""
+        weights = [getattr(p, "ds_tensor", p.data) for _, p in self._named]
+        buffers = [b for _, b in self._engine.module.named_buffers()]
+        return KeptTensors([*weights, *buffers], self._flats.gradients(), self._flats.kept())
 
     def fill(self, give: Give) -> None:
         """Give the master weights their values, and forward what it sees of them. Collective."""
