@@ -94,7 +94,7 @@ def _write(recipe: Recipe, summary: dict[str, Any], text: str, least_memory: int
     (directory / run_dir.SUMMARY).write_text(json.dumps(summary, indent=1) + "\n")
     lines = _lines(recipe, summary, least_memory)
     rows = (_stored_rows(directory) if "csv" in recipe.names["logger"] else []) or rows
-    page = render(f"{recipe.config.name}: {summary['steps']} steps", lines, rows, text, to_yaml(recipe.tree))
+    page = render(f"{recipe.config.name}: {summary['steps']} steps", lines, rows, text, to_yaml(recipe.tree), summary["measured_step"])
     (directory / run_dir.REPORT).write_text(page)
     width = max(len(label) for label, _ in lines)
     print("\n".join(f"{label:<{width}}  {value}" for label, value in lines))

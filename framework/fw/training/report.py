@@ -7,6 +7,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from fw.meter.bars import bars
+from fw.meter.step_memory import CATEGORIES
 from fw.training.chart import Points, chart
 
 _STYLE = """
@@ -28,13 +30,21 @@ svg { width: 100%; height: auto; } svg text { fill: var(--soft); font-size: 12px
 """.strip()
 
 
-def render(title: str, summary: Sequence[tuple[str, str]], rows: Sequence[Mapping[str, Any]], sample: str, config_yaml: str) -> str:
+def render(
+    title: str,
+    summary: Sequence[tuple[str, str]],
+    rows: Sequence[Mapping[str, Any]],
+    sample: str,
+    config_yaml: str,
+    measured: Mapping[str, Any] | None = None,
+) -> str:
     """The page.
 
     Args:
         summary: label and value of each line of the table.
         rows: the metrics that were logged.
         sample: text from the model, or empty.
+        measured: the step whose memory was measured: its number, and bytes by category at the peak.
     """
     parts = [
         "<!doctype html><html lang='en'><head><meta charset='utf-8'>",
@@ -52,6 +62,9 @@ def render(title: str, summary: Sequence[tuple[str, str]], rows: Sequence[Mappin
             "<h2>Learning rate</h2>",
             chart([("lr", _points(rows, "lr"))], "learning rate", height=180, floor=0.0),
         ]
+    if measured:
+        bar = bars([(f"step {measured['step']}", measured["by_category"])], list(CATEGORIES), "bytes by category")
+        parts += [f"<h2>Memory at the peak of step {measured['step']}, in {measured['phase']}</h2>", bar]
     if sample:
         parts += ["<h2>Sample</h2>", f"<pre>{html.escape(sample)}</pre>"]
     parts += ["<h2>Configuration</h2>", f"<pre>{html.escape(config_yaml)}</pre>", "</body></html>"]

@@ -1,0 +1,141 @@
+"""Memory techniques added to one run, one at a time: peak by category, speed, and the loss after some steps.
+
+    tools/bench ladder                       the table and the picture of docs/ladder.md
+    tools/bench ladder --only bf16 --steps 4 --out /tmp/ladder
+
+Each rung is `fw train` in a process of its own, with everything of the rungs before it that it does not replace. Speed is relative to the
+first rung of the same round, by the median of a round's steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import yaml
+from tqdm import tqdm
+
+from fw.meter.bars import bars
+from fw.meter.step_memory import CATEGORIES
+from ladder_page import Rung, page
+
+ROOT = Path(__file__).parents[2]
+MODEL = {
+    "name": "llama",
+    "hidden_size": 768,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
+    "intermediate_size": 2048,
+}
+WARM_UP = 3
+"""Steps that count in no speed, the measured one among them."""
+
+
+RUNGS = [
+    Rung("fp32, AdamW", {}),
+    Rung("bf16", {"precision": "bf16"}),
+    Rung("loss in chunks", {"objective.chunk_tokens": 256}),
+    Rung("activation: selective", {"activation": "selective"}),
+    Rung("activation: full", {"activation": "full"}),
+    Rung("8-bit AdamW", {"optimizer": "{name: adamw_8bit, lr: 3e-4}"}),
+    Rung("micro-batches of one", {"train.micro_batch_size": 1}),
+    Rung(
+        "in place of those: in_backward",
+        {"optimizer.in_backward": True, "train.gradient_clip_norm": 0.0},
+        drops=["train.micro_batch_size"],
+    ),
+    Rung("bf16 weights", {"precision": "bf16_true"}),
+    Rung("optimizer on disk", {"offload.optimizer": "nvme"}),
+    Rung("activations on disk", {"offload.activations": "nvme"}),
+    Rung("fsdp on 2 ranks, each", {"sharding": "fsdp"}, ranks=2),
+]
+
+
+def run(settings: dict[str, Any], ranks: int, options: argparse.Namespace, steps: int, directory: str) -> dict[str, Any]:
+    """Train, and read what the run has left."""
+    base = Path(directory) / "ladder.yaml"
+    config = {
+        "model": MODEL,
+        "data": {"name": "text", "source": "python-docs", "vocab_size": 16384},
+        "optimizer": {"name": "adamw", "lr": 3e-4},
+        "schedule": {"name": "constant", "warmup_steps": 5},
+        "train": {
+            "global_batch_size": options.sequences,
+            "sequence_length": options.length,
+            "val_every": 0,
+            "save_every": 0,
+            "sample_tokens": 0,
+        },
+        "launch": {"accelerator": "cpu" if options.cpu else "auto"},
+        "memory": {"measure_step": WARM_UP},
+        "logger": ["csv"],
+    }
+    base.write_text(yaml.safe_dump(config))
+    run_dir = Path(directory) / "run"
+    subprocess.run(["rm", "-rf", str(run_dir)], check=True)
+    settings = {**settings, "train.max_steps": steps, "train.run_dir": str(run_dir), "launch.devices": ranks}
+    if any(value == "nvme" for value in settings.values()):
+        settings["offload.path"] = str(Path(directory) / "disk")
+    words = [f"{key}={json.dumps(value) if isinstance(value, bool) else value}" for key, value in settings.items()]
+    done = subprocess.run([sys.executable, "-m", "fw", "train", str(base), *words], capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(words)}:\n{done.stderr[-3000:]}")
+    with (run_dir / "metrics.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    summary = json.loads((run_dir / "summary.json").read_text())
+    return {
+        "memory": summary["measured_step"],
+        "tokens_per_s": statistics.median(float(row["tokens_per_s"]) for row in rows[WARM_UP:]),
+        "loss": float(rows[-1]["loss"]),
+        "steps": len(rows),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=20, help="of the first round, after which the loss is shown (20)")
+    parser.add_argument("--rounds", type=int, default=2, help="the others are for speed alone, and have half the steps (2)")
+    parser.add_argument("--sequences", type=int, default=4, help="sequences of a step (4)")
+    parser.add_argument("--length", type=int, default=512, help="tokens of a sequence (512)")
+    parser.add_argument("--only", default="", help="rungs whose label contains this, and the first")
+    parser.add_argument("--cpu", action=argparse.BooleanOptionalAction, default=False, help="also where there is a GPU")
+    parser.add_argument("--out", type=Path, default=ROOT / "docs", help="directory of ladder.md and ladder.svg (docs)")
+    options = parser.parse_args()
+    climbed: dict[str, tuple[dict[str, Any], Rung]] = {}
+    settings: dict[str, Any] = {}
+    for rung in RUNGS:
+        settings = {key: value for key, value in {**settings, **rung.sets}.items() if key not in rung.drops}
+        if rung is RUNGS[0] or options.only in rung.label:
+            climbed[rung.label] = settings, rung
+    results: dict[str, dict[str, Any]] = {}
+    speeds: dict[str, list[float]] = {label: [] for label in climbed}
+    with tempfile.TemporaryDirectory() as directory, tqdm(total=len(climbed) * options.rounds, unit="run") as bar:
+        for number in range(options.rounds):
+            steps = options.steps if number == 0 else max(WARM_UP + 3, options.steps // 2)
+            first = None
+            for label, (settings, rung) in climbed.items():
+                bar.set_postfix_str(label)
+                found = run(settings, rung.ranks, options, steps, directory)
+                first = first or found["tokens_per_s"]
+                speeds[label].append(found["tokens_per_s"] / first)
+                results.setdefault(label, found)
+                bar.update()
+    for label, found in results.items():
+        found["speed"] = statistics.mean(speeds[label])
+        found["spread"] = max(speeds[label]) - min(speeds[label])
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "ladder.md").write_text(page(results, [rung for _, rung in climbed.values()], MODEL, options))
+    stacked = [(label, found["memory"]["by_category"]) for label, found in results.items()]
+    (options.out / "ladder.svg").write_text(bars(stacked, list(CATEGORIES), "Peak of a training step by category, technique by technique"))
+    print((options.out / "ladder.md").read_text())
+
+
+main()
