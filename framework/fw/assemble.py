@@ -14,8 +14,10 @@ from fw.checkpointing.placement import initialise
 from fw.checkpointing.tensor_files import TensorFiles, weights_for
 from fw.errors import UserError
 from fw.kinds.checkpoint import Reader
+from fw.kinds.data import Rows
 from fw.kinds.model import CausalLM, Give
 from fw.kinds.sharding import Stepper
+from fw.meter.flops import ModelFlops
 from fw.recipe import Recipe
 
 
@@ -24,27 +26,35 @@ class Assembly:
     """A model whose parameters have their values on this rank, and the owner of its step.
 
     Attributes:
-        flops_per_token: of the model, at the run's sequence length.
+        flops: the model needs for sequences of given lengths.
     """
 
     model: CausalLM
     stepper: Stepper
     vocab_size: int
-    flops_per_token: float
+    flops: ModelFlops
 
 
-def assemble(recipe: Recipe, vocab_size: int, mesh: DeviceMesh | None, device: torch.device, checkpoint: Reader | None = None) -> Assembly:
+def assemble(
+    recipe: Recipe,
+    vocab_size: int,
+    mesh: DeviceMesh | None,
+    device: torch.device,
+    checkpoint: Reader | None = None,
+    rows: Rows | None = None,
+) -> Assembly:
     """Build, divide, fill and make steppable. Collective; no rank ever holds a full copy that it does not keep.
 
     Args:
         vocab_size: rows of the embedding.
         mesh: of the shape ``recipe.mesh_shape``, or None on a single rank.
         checkpoint: where weights and optimizer state come from; initial values where None.
+        rows: of the data; None for documents of one length.
 
     Raises:
         UserError: the checkpoint, or the directory training begins from, does not fit the model.
     """
-    spec = recipe.step_spec(device)
+    spec = recipe.step_spec(device, rows)
     with torch.device("meta"):
         attention = recipe.sharding.attention(recipe.attention, mesh)
         model = recipe.model.build(vocab_size, recipe.train.sequence_length, attention).to(spec.precision.parameters)
@@ -55,18 +65,18 @@ def assemble(recipe: Recipe, vocab_size: int, mesh: DeviceMesh | None, device: t
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 8 * len(model.blocks))
         for block in model.blocks:
             block.compile()
-    flops_per_token = model.flops_per_token(recipe.train.sequence_length)
+    flops = ModelFlops.of(model, recipe.train.sequence_length)
     recipe.sharding.shard(model, mesh, spec)
     recipe.offload.attach(model)
     give = values(model, recipe.train.seed, checkpoint, recipe.model.weights)
     stepper = recipe.sharding.start(model, mesh, spec, device, give)
     if checkpoint is not None:
         stepper.load_optimizer_tensors(checkpoint.optimizer(stepper.placements()))
-    return Assembly(model, stepper, vocab_size, flops_per_token)
+    return Assembly(model, stepper, vocab_size, flops)
 
 
-def check(recipe: Recipe, vocab_size: int, device: torch.device) -> None:
-    """Refuse what the model's shape stands against, before any rank starts.
+def check(recipe: Recipe, vocab_size: int, device: torch.device, rows: Rows | None = None) -> None:
+    """Refuse what the model's shape stands against, or that of the data's ``rows``, before any rank starts.
 
     Raises:
         UserError: sharding does not fit the model, or does not do what the other plugins ask for.
@@ -80,7 +90,7 @@ def check(recipe: Recipe, vocab_size: int, device: torch.device) -> None:
         model = recipe.model.build(vocab_size, recipe.train.sequence_length, recipe.attention)
     try:
         for plugin in (recipe.sharding, recipe.activation):
-            plugin.check(model, recipe.mesh_shape, recipe.step_spec(device), recipe.train.sequence_length)
+            plugin.check(model, recipe.mesh_shape, recipe.step_spec(device, rows), recipe.train.sequence_length)
     except UserError as error:
         section = str(error).partition(".")[0]  # the option that is at fault is named first
         raise UserError(f"{recipe.config.origin((section if section in recipe.tree else 'sharding',))}: {error}") from None

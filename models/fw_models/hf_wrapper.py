@@ -87,15 +87,15 @@ class HFCausalLM(CausalLM):
             self._causal = self._later_tokens_are_not_seen(ids_BL.device)
         if not self._causal:
             raise UserError(f"{type(self.hf).__name__} of this configuration sees later tokens, so it is no causal language model")
+        if segments_BL is not None and not self._keeps_apart(ids_BL.device) and _ends_with_padding(segments_BL):
+            segments_BL = None  # nothing sees what comes after it
         given = segments_BL is not None or positions_BL is not None
         if given and not self._takes_positions:
             raise UserError(f"{type(self.hf).__name__} takes no positions, so documents cannot share a row; give one document per row")
         if segments_BL is not None:
             if positions_BL is not None:
                 raise UserError("a model of transformers tells documents by their positions; give segments or positions, not both")
-            if self._isolates is None:
-                self._isolates = self._documents_stay_apart(ids_BL.device)
-            if not self._isolates:
+            if not self._keeps_apart(ids_BL.device):
                 raise UserError(f"{type(self.hf).__name__} lets documents that share a row see each other; give one document per row")
             # Positions begin again with each segment, padding included, and that is what transformers separates rows by.
             positions_BL = positions(ids_BL, segments_BL)
@@ -105,6 +105,12 @@ class HFCausalLM(CausalLM):
         out = self.hf(input_ids=ids_BL, use_cache=False, **places)
         logits_BLV: Tensor = out.logits
         return logits_BLV if readout is None else readout(logits_BLV, _as_it_is, self._auxiliary(out))
+
+    def _keeps_apart(self, device: torch.device) -> bool:
+        """Whether documents may share a row."""
+        if self._isolates is None:
+            self._isolates = self._takes_positions and self._documents_stay_apart(device)
+        return self._isolates
 
     def _auxiliary(self, out: Any) -> Tensor | None:
         """The routers' balance as transformers adds it to its loss, where the configuration asks for it (``output_router_logits``)."""
@@ -266,6 +272,11 @@ def _taken_apart(name: str, shape: Sequence[int], transform: Any) -> Sequence[HF
         for expert in range(shape[0])
         for i, source in enumerate(sources)
     ]
+
+
+def _ends_with_padding(segments_BL: Tensor) -> bool:
+    """Whether each row is one document, and padding behind it. Waits for the device, so it is for those alone that need to know."""
+    return bool((segments_BL <= 1).all() & (segments_BL.diff(dim=1) <= 0).all())
 
 
 def _as_it_is(logits: Tensor) -> Tensor:

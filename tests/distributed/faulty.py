@@ -39,12 +39,16 @@ class Faulty(CausalLMObjective):
 
     Config = FaultyConfig
     step = 0
+    counting = False
 
     def count(self, batch):
-        self.step += 1
+        """The micro-batches of a step are all counted before the first is computed."""
+        self.step += not self.counting
+        self.counting = True
         return super().count(batch)
 
     def loss_sum(self, model, batch):
+        self.counting = False
         config = self.config
         if config.how in ("inf", "module", "gradient", "glitch"):
             return self.spoilt(model, batch)

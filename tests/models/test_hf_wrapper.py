@@ -104,6 +104,15 @@ def test_documents_share_a_row_only_where_the_family_keeps_them_apart(family):
     torch.testing.assert_close(ours(IDS, positions_BL=positions), expected, atol=1e-5, rtol=0)
 
 
+def test_one_document_per_row_may_be_padded_in_every_family(family):
+    _, directory, theirs = family
+    ours = fw.load_model(directory, attention="eager", model="hf")
+    padded = ours(IDS, segments_BL=torch.tensor([[1] * 17 + [0] * 7, [1] * 24]))
+    torch.testing.assert_close(padded[0, :17], theirs(IDS[:1, :17]).logits[0], atol=1e-5, rtol=0)
+    torch.testing.assert_close(padded[1], theirs(IDS[1:]).logits[0], atol=1e-5, rtol=0)
+    assert ours(IDS, segments_BL=torch.zeros_like(IDS)).isfinite().all()
+
+
 def test_what_cannot_be_run_is_refused(tmp_path):
     with pytest.raises(fw.UserError, match="takes no path"):
         fw.load_model(tmp_path, model="llama")

@@ -14,6 +14,7 @@ from tokenizers import Tokenizer, processors
 from conftest import corpus_text
 from fw.config import Config, fill
 from fw.errors import UserError
+from fw.kinds.data import VaryingSamples
 from fw.tokenizer import load_tokenizer
 from fw_plugins.data.sources import cut, find_files, from_files, from_python
 from fw_plugins.data.text import TextConfig, TextData
@@ -214,6 +215,35 @@ def test_unusable_tokenizers_are_refused(tmp_path, cache):
         make(tmp_path, cache, tokenizer=str(tmp_path))
     with pytest.raises(UserError, match=r"endless has no end-of-text token, .*; name one as eos_token in its tokenizer_config.json"):
         make(tmp_path, cache, tokenizer=str(given(tmp_path / "endless", eos=None)))
+
+
+def test_documents_as_samples(tmp_path, cache):
+    """What the stream has as targets, by document: the separator before it is the first input, that after it the last target."""
+    sizes = [3, 40, 10, 9, 11, 21, 5, 30, 1, 19, 20, 8]
+    for i, size in enumerate(sizes):
+        (tmp_path / f"doc{i:02}.txt").write_text(chr(ord("a") + i) * size)
+    options = {"files": [str(tmp_path / "doc*.txt")], "tokenizer": "byte", "val_fraction": 0.2}
+    stream, data = (make(tmp_path, cache, samples=choice, **options) for choice in ("stream", "documents"))
+    assert stream._directory == data._directory  # the ids are the same
+    theirs, corpus = stream.open(10), data.open(10)
+    assert theirs.fingerprint != corpus.fingerprint and theirs.train_text() == corpus.train_text()
+    eos = corpus.tokenizer.eos_id
+    for samples, texts, name in ((corpus.train, corpus.train_text(), "train"), (corpus.val, corpus.val_text(), "val")):
+        assert isinstance(samples, VaryingSamples) and len(samples.lengths) == len(samples)
+        expected = []
+        for text in texts:
+            ids = [eos, *corpus.tokenizer.encode(text), eos]
+            expected += [(ids[k : k + 11][:-1], ids[k + 1 : k + 11]) for k in range(0, len(ids) - 1, 10)]
+        found = [samples[i] for i in range(len(samples))]
+        assert [(sample["input_ids"].tolist(), sample["labels"].tolist()) for sample in found] == expected
+        assert [len(sample["labels"]) for sample in found] == samples.lengths.tolist() and max(samples.lengths) == 10
+        ids = np.memmap(data._directory / f"{name}.bin", dtype="uint16", mode="r")
+        assert torch.cat([sample["labels"] for sample in found]).tolist() == ids[1:].tolist()
+    assert corpus.val_tokens - 1 == sum(corpus.val.lengths)  # what bits per byte counts on
+    with pytest.raises(IndexError):
+        corpus.train[len(corpus.train)]
+    with pytest.raises(UserError, match=r"data\.isolate_documents: with data.samples=documents no document shares a sample"):
+        TextConfig(samples="documents", isolate_documents=True, **options)
 
 
 def test_documents_are_told_apart_where_that_is_asked_for(tmp_path, cache):

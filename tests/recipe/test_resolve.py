@@ -143,6 +143,10 @@ def test_a_section_that_must_be_there(workspace):
         (["sharding=fsdp", "launch.devices=4"], 4, 2, 1),
         (["train.micro_batch_size=null", "sharding=fsdp", "launch.devices=4"], 4, 2, 1),
         (["train.micro_batch_size=null"], 1, 8, 1),
+        (["train.micro_batch_size=null", "train.max_tokens_per_batch=255"], 1, 3, 3),
+        (["train.micro_batch_size=null", "train.max_tokens_per_batch=450"], 1, 4, 2),
+        (["train.micro_batch_size=null", "train.max_tokens_per_batch=64", "sharding=fsdp", "launch.devices=3"], 3, 1, 3),
+        (["train.micro_batch_size=null", "train.max_tokens_per_batch=10000", "sharding=fsdp", "launch.devices=3"], 3, 3, 1),
     ],
 )
 def test_accumulation_follows(recipe, overrides, ranks, micro, accumulation):
@@ -165,6 +169,16 @@ def test_accumulation_follows(recipe, overrides, ranks, micro, accumulation):
             ["train.global_batch_size=7", "sharding=ddp", "launch.devices=2"],
             r"does not divide over 2 ranks; the nearest that do: 6 and 8",
         ),
+        (
+            ["train.micro_batch_size=null", "train.max_tokens_per_batch=63"],
+            r"train.max_tokens_per_batch: 63 does not hold one sequence of train.sequence_length 64; the least that works is 64",
+        ),
+        (
+            ["train.max_tokens_per_batch=640"],
+            r"train.max_tokens_per_batch: 640 given together with train.micro_batch_size 2, .*; leave out one of them",
+        ),
+        (["train.packing=true", "train.length_bucketing=3"], r"train.length_bucketing: 3 given together with train.packing"),
+        (["train.length_bucketing=-1"], r"train.length_bucketing: -1 is too small; the least is 0"),
     ],
 )
 def test_what_does_not_divide_is_refused_with_what_does(recipe, overrides, message):

@@ -7,14 +7,16 @@ import signal
 import subprocess
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from conftest import column, fw, start
 from fw.config import LoaderSection
 from fw.kinds.data import IGNORED
+from fw.training.batches import Source, ValidationPlans
 from fw.training.loading import loader
-from fw.training.order import RankedBatches
+from fw.training.micro_batches import Limit, Padding
 
 AHEAD = ["loader.workers=2", "loader.prefetch=3"]
 
@@ -27,11 +29,51 @@ class Numbers:
         return {"input_ids": torch.full((3,), index), "labels": torch.full((3,), index)}
 
 
-@pytest.mark.parametrize("settings", [LoaderSection(), LoaderSection(workers=2, prefetch=1), LoaderSection(workers=1, persistent=False)])
+class Words:
+    """Sample i has i + 1 positions."""
+
+    lengths = np.arange(1, 8)
+
+    def __len__(self) -> int:
+        return 7
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": torch.full((index + 1,), index), "labels": torch.arange(index + 1)}
+
+
+SETTINGS = [LoaderSection(), LoaderSection(workers=2, prefetch=1), LoaderSection(workers=1, persistent=False)]
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
 def test_batches_come_in_order(settings):
-    batches = loader(Numbers(), RankedBatches(7, 2, rank=1, ranks=2), settings, torch.device("cpu"))
-    for _ in range(2):
-        assert [batch["labels"][:, 0].tolist() for batch in batches] == [[2, 3], [6, IGNORED]]
+    source = Source(Numbers(), np.full(7, 3), None)
+    for rank, expected in ((0, [[0, 1], [6]]), (1, [[2, 3], [4, 5]])):
+        batches = loader(source, ValidationPlans(source, Limit(rows=2), rank, 2), settings, torch.device("cpu"))
+        for _ in range(2):
+            assert [micro["labels"][:, 2].tolist() for batch in batches for micro in batch.micro_batches] == expected
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_rows_are_padded_to_the_longest_of_their_micro_batch(settings):
+    """Rows are a multiple of 3 and at most 7 long. Nine tokens hold a row of 7 or 6, or three of 3; three replicas, two turns each."""
+    source = Source(Words(), Words.lengths, Padding(3, 7))
+    found, empty = [], 0
+    for rank in range(3):
+        batches = list(loader(source, ValidationPlans(source, Limit(tokens=9), rank, 3), settings, torch.device("cpu")))
+        assert len(batches) == 2
+        for batch in batches:
+            (micro,) = batch.micro_batches
+            ids, labels, segments = micro["input_ids"], micro["labels"], micro["segments"]
+            assert ids.shape == labels.shape == segments.shape and ids.numel() <= 9
+            assert ids.shape[1] == 3 * -(-int(segments.sum(1).max()) // 3) or ids.shape[1] in (7, 3)
+            empty += int(segments.sum() == 0)
+            for row in range(len(ids)):
+                length = int(segments[row].sum())
+                found += [length] * (length > 0)
+                assert segments[row].tolist() == [1] * length + [0] * (ids.shape[1] - length)
+                assert labels[row].tolist() == [*range(length), *[IGNORED] * (ids.shape[1] - length)]
+                assert ids[row].tolist() == [length - 1] * length + [0] * (ids.shape[1] - length)
+    assert sorted(found) == [1, 2, 3, 4, 5, 6, 7] and empty == 0
 
 
 @pytest.mark.parametrize("division", [[], ["sharding=fsdp", "launch.devices=2"]], ids=["one rank", "fsdp"])

@@ -59,7 +59,8 @@ def run_bare(options: argparse.Namespace) -> float:
     ids = torch.stack([torch.cat((s["input_ids"], s["labels"][-1:])) for s in samples])
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[options.precision]
     seconds = train(model, ids, options.steps, recipe.train.global_batch_size, recipe.optimizer.config.lr, dtype)
-    return recipe.tokens_per_step / statistics.mean(seconds[WARM_UP:])
+    tokens_per_step = recipe.train.global_batch_size * recipe.train.sequence_length
+    return tokens_per_step / statistics.mean(seconds[WARM_UP:])
 
 
 def main() -> int:

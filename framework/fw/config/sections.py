@@ -23,12 +23,23 @@ class TrainSection:
     max_steps: int = 1000
     """Optimizer steps in all; a resumed run counts those before it. No effect on memory."""
     global_batch_size: int = 8
-    """Sequences per optimizer step over all ranks and accumulated micro-batches. No effect on memory: the micro-batch bounds it."""
+    """Sequences per optimizer step over all ranks and accumulated micro-batches; samples, or rows where they are packed. No effect on
+    memory: the micro-batch bounds it."""
     micro_batch_size: int | None = None
     """Sequences per forward and backward on one rank; what remains of the global batch is accumulated. Activation memory grows in
     proportion. Empty for a rank's whole share at once."""
+    max_tokens_per_batch: int | None = None
+    """Instead of micro_batch_size: a micro-batch holds as many sequences as come to so many tokens, padding included (sequences × the
+    longest of them). Activation memory grows in proportion, and does not depend on how long samples are."""
     sequence_length: int = 512
-    """Tokens per sequence. Activation memory grows in proportion (and with its square where attention is `eager`)."""
+    """Tokens per sequence; where the data's samples vary in length, the most. Activation memory grows in proportion (and with its square
+    where attention is `eager`)."""
+    packing: bool = False
+    """Put samples of varying length together into rows of sequence_length, where each sees itself only; none is cut. Hardly any padding
+    is left, and all rows have one length. Off: micro-batches are padded to their longest sample."""
+    length_bucketing: int = 0
+    """Steps within which samples of varying length change places, so that those of similar length are in the same step: less padding.
+    0 for none. No effect on memory."""
     gradient_clip_norm: float = 1.0
     """Largest global L2 norm of the gradient over all ranks; 0 switches clipping off. No effect on memory."""
     on_nonfinite: Literal["stop", "skip", "roll_back"] = "stop"
@@ -61,9 +72,24 @@ class TrainSection:
         )
         if self.micro_batch_size is not None:
             _at_least("train", {"micro_batch_size": self.micro_batch_size}, 1)
+        if self.max_tokens_per_batch is not None and self.max_tokens_per_batch < self.sequence_length:
+            raise UserError(
+                f"train.max_tokens_per_batch: {self.max_tokens_per_batch} does not hold one sequence of train.sequence_length"
+                f" {self.sequence_length}; the least that works is {self.sequence_length}"
+            )
+        if self.max_tokens_per_batch is not None and self.micro_batch_size is not None:
+            raise UserError(
+                f"train.max_tokens_per_batch: {self.max_tokens_per_batch} given together with train.micro_batch_size"
+                f" {self.micro_batch_size}, and both say how much a micro-batch holds; leave out one of them (null)"
+            )
+        if self.packing and self.length_bucketing:
+            raise UserError(
+                f"train.length_bucketing: {self.length_bucketing} given together with train.packing, which makes all rows equally long;"
+                " leave out one of them"
+            )
         _at_least(
             "train",
-            {k: getattr(self, k) for k in ("gradient_clip_norm", "val_every", "save_every", "seed", "sample_tokens")},
+            {k: getattr(self, k) for k in ("gradient_clip_norm", "val_every", "save_every", "seed", "sample_tokens", "length_bucketing")},
             0,
         )
 

@@ -6,8 +6,10 @@ from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Protocol
+from typing import ClassVar, Protocol, runtime_checkable
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from fw.registry import Plugin
@@ -51,13 +53,35 @@ class Tokenizer(Protocol):
 
 
 class Samples(Protocol):
-    """A set of samples that can be read in any order, from any rank."""
+    """A set of samples that can be read in any order, from any rank; all of one length unless they are :class:`VaryingSamples`."""
 
     def __len__(self) -> int:
         """How many."""
 
     def __getitem__(self, index: int) -> Sample:
-        """The sample; equal on every rank and in every run."""
+        """The sample; equal on every rank and in every run. Of ``sequence_length`` positions, but for :class:`VaryingSamples`."""
+
+
+@runtime_checkable
+class VaryingSamples(Samples, Protocol):
+    """Samples of different length. The core pads them, packs several into a row, and finds those that fit together."""
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """Positions of each sample ``[len(self)]``, 1 to the ``sequence_length`` of :meth:`DataPlugin.open`; no sample is read for it."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What the rows of micro-batches are like, as data and packing make them.
+
+    Attributes:
+        vary: micro-batches have rows of different length.
+        segments: batches have ``segments``: rows hold several documents that do not see each other, or padding.
+    """
+
+    vary: bool = False
+    segments: bool = False
 
 
 @dataclass(frozen=True)
@@ -65,6 +89,7 @@ class Corpus:
     """What :meth:`DataPlugin.open` gives.
 
     Attributes:
+        train, val: both :class:`VaryingSamples`, or neither.
         fingerprint: changes when samples or tokenizer do; a run resumes only on the data it began with.
         val_bytes: bytes of text the validation labels stand for, so that a loss becomes bits per byte.
         train_text, val_text: documents for baselines and prompts, read lazily.
@@ -96,4 +121,7 @@ class DataPlugin(Plugin):
 
     @abstractmethod
     def open(self, sequence_length: int) -> Corpus:
-        """The samples, after :meth:`prepare`; called on every rank; must be quick and must not hold the data in memory."""
+        """The samples, of ``sequence_length`` positions or at most so many, after :meth:`prepare`.
+
+        Called on every rank; must be quick and must not hold the data in memory.
+        """

@@ -18,7 +18,7 @@ class ObjectivePlugin(Plugin):
 
     @abstractmethod
     def count(self, batch: Mapping[str, Tensor]) -> int:
-        """What the loss is averaged over, usually target tokens. Called on the host, before forward."""
+        """What the loss is averaged over, usually target tokens. Called on the host for every micro-batch of a step, before forward."""
 
     @abstractmethod
     def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:

@@ -31,20 +31,24 @@ class StepSpec:
 
     Attributes:
         clip_norm: largest global L2 norm of the gradient; 0 means no clipping.
-        micro_batch_size: sequences per forward.
-        accumulation: forwards and backwards per step.
+        micro_batch_size: sequences per forward; None where their length decides.
+        accumulation: forwards and backwards per step; None where it varies from step to step, the same on every rank.
         ranks_per_host: ranks that share a host's memory and disks.
         device_type: what the model computes on, ``cpu`` or ``cuda``.
+        lengths_vary: micro-batches have rows of different length.
+        segments: batches have ``segments``: rows hold several documents, or padding.
     """
 
     precision: PrecisionPolicy
     offload: OffloadPolicy
     optimizer: OptimizerSpec
     clip_norm: float = 0.0
-    micro_batch_size: int = 1
-    accumulation: int = 1
+    micro_batch_size: int | None = 1
+    accumulation: int | None = 1
     ranks_per_host: int = 1
     device_type: str = "cpu"
+    lengths_vary: bool = False
+    segments: bool = False
 
 
 @dataclass(frozen=True)
@@ -165,6 +169,10 @@ class ShardingPlugin(Plugin):
         Raises:
             UserError: no mesh fits, with the sizes that do.
         """
+
+    def length_multiple(self, mesh_shape: Mapping[str, int]) -> int:
+        """What the length of the rows of every batch must be a multiple of."""
+        return 1
 
     def check(self, model: CausalLM, mesh_shape: Mapping[str, int], spec: StepSpec, sequence_length: int) -> None:
         """Refuse what cannot work, before any rank starts. ``model`` is on the meta device.

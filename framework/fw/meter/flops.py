@@ -1,10 +1,15 @@
-"""How fast a device could multiply matrices, for model FLOPs utilization."""
+"""What a model computes and how fast a device could multiply matrices, for model FLOPs utilization."""
 
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+
+from fw.kinds.model import CausalLM
 
 # Dense tensor-core peaks in FLOP/s from the vendors' data sheets: (bf16 and fp16, fp32 with TF32).
 _DATA_SHEET = {
@@ -17,6 +22,28 @@ _DATA_SHEET = {
     "RTX 4090": (165e12, 82.6e12),
     "RTX 3090": (71e12, 35.6e12),
 }
+
+
+@dataclass(frozen=True)
+class ModelFlops:
+    """What a model needs for sequences of any length, kept where the model's parameters may be divided by now.
+
+    FLOPs per token rise with the length, in straight lines that bend at the attention's windows: between ``lengths`` they are interpolated.
+    """
+
+    lengths: NDArray[np.float64]
+    per_token: NDArray[np.float64]
+
+    @staticmethod
+    def of(model: CausalLM, longest: int) -> ModelFlops:
+        """Of ``model`` whole, for sequences up to ``longest``."""
+        windows = {shape.window for shape in model.kv_shapes if shape.window is not None and shape.window < longest}
+        lengths = sorted({1, longest, *windows})
+        return ModelFlops(np.array(lengths, np.float64), np.array([model.flops_per_token(length) for length in lengths], np.float64))
+
+    def for_sequences(self, lengths: NDArray[np.int64]) -> float:
+        """FLOPs of a step over sequences of these lengths, each of which sees itself only."""
+        return float((lengths * np.interp(lengths, self.lengths, self.per_token)).sum())
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:

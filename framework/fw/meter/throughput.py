@@ -5,32 +5,47 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
+
+
+class Rate(NamedTuple):
+    """Per second, of all ranks together."""
+
+    tokens: float
+    flops: float
 
 
 class Throughput:
-    """Counts tokens and the seconds they took. A run's first step warms up: it counts in its own lap, not in the run's rate."""
+    """Counts tokens, the model's FLOPs for them, and the seconds they took.
+
+    A run's first step warms up: it counts in its own lap, not in the run's rate.
+    """
 
     def __init__(self) -> None:
         self.tokens = 0
+        self.flops = 0.0
         self.seconds = 0.0
         self._started: float | None = None
         self._warm = False
         self._paused = 0.0
         self._lap_tokens = 0
+        self._lap_flops = 0.0
         self._lap_seconds = 0.0
 
     def start(self) -> None:
         """The first step begins."""
         self._started = time.perf_counter()
 
-    def step(self, tokens: int) -> None:
-        """A step of ``tokens`` has ended, and the next begins."""
+    def step(self, tokens: int, flops: float) -> None:
+        """A step of ``tokens``, for which the model needs ``flops``, has ended, and the next begins."""
         now = time.perf_counter()
         assert self._started is not None, "start() comes first"
         self._lap_tokens += tokens
+        self._lap_flops += flops
         self._lap_seconds += now - self._started
         if self._warm:
             self.tokens += tokens
+            self.flops += flops
             self.seconds += now - self._started
         self._warm = True
         self._started = now
@@ -39,16 +54,16 @@ class Throughput:
         """The step that has ended counts in no rate, and the next begins."""
         self._started = time.perf_counter()
 
-    def lap(self) -> float:
-        """Tokens per second since the last call."""
-        rate = self._lap_tokens / self._lap_seconds if self._lap_seconds else 0.0
-        self._lap_tokens, self._lap_seconds = 0, 0.0
+    def lap(self) -> Rate:
+        """Since the last call."""
+        rate = _rate(self._lap_tokens, self._lap_flops, self._lap_seconds)
+        self._lap_tokens, self._lap_flops, self._lap_seconds = 0, 0.0, 0.0
         return rate
 
     @property
-    def rate(self) -> float:
-        """Tokens per second over the whole run."""
-        return self.tokens / self.seconds if self.seconds else 0.0
+    def rate(self) -> Rate:
+        """Over the whole run."""
+        return _rate(self.tokens, self.flops, self.seconds)
 
     def pause(self) -> None:
         """What follows is no training time."""
@@ -67,3 +82,7 @@ class Throughput:
             yield
         finally:
             self.resume()
+
+
+def _rate(tokens: int, flops: float, seconds: float) -> Rate:
+    return Rate(tokens / seconds, flops / seconds) if seconds else Rate(0.0, 0.0)

@@ -7,12 +7,19 @@ from fw.errors import UserError
 
 
 def micro_batch_size(train: TrainSection, replicas: int, config: Config) -> int:
-    """Sequences per forward on one rank; where the user gave none, the whole share of a rank at once.
+    """Sequences of ``train.sequence_length`` per forward on one rank; where the user gave none, the whole share of a rank at once.
+
+    With ``train.max_tokens_per_batch`` it is the most: micro-batches are as few as the tokens allow and equally many on each rank, and the
+    batch is spread over them evenly.
 
     Raises:
         UserError: the batch does not divide, with the nearest values that do.
     """
     batch = train.global_batch_size
+    if train.max_tokens_per_batch is not None:
+        sequences = train.max_tokens_per_batch // train.sequence_length
+        micro_batches = -(-batch // (sequences * replicas)) * replicas
+        return -(-batch // micro_batches)
     place = config.origin(("train", "global_batch_size"))
     if batch % replicas:
         raise UserError(

@@ -30,7 +30,7 @@ from fw.kinds import KINDS, Kind
 from fw.kinds.activation import ActivationPlugin
 from fw.kinds.attention import AttentionPlugin
 from fw.kinds.checkpoint import CheckpointPlugin
-from fw.kinds.data import DataPlugin
+from fw.kinds.data import DataPlugin, Rows
 from fw.kinds.launcher import LauncherPlugin
 from fw.kinds.logger import LoggerPlugin
 from fw.kinds.model import ModelPlugin
@@ -89,8 +89,14 @@ class Recipe:
         """Ranks that compute the same loss: those that divide layers between them."""
         return self.mesh_shape.get(TENSOR, 1)
 
-    def step_spec(self, device: torch.device) -> StepSpec:
-        """What the step is to honour on ``device``."""
+    def step_spec(self, device: torch.device, rows: Rows | None = None) -> StepSpec:
+        """What the step is to honour on ``device``.
+
+        Args:
+            rows: of the data; None where it is not known, or what it decides does not matter.
+        """
+        rows = rows or Rows()
+        by_lengths = rows.vary and self.train.max_tokens_per_batch is not None
         offload = self.offload.policy()
         runs_on = device if offload.optimizer == "device" else torch.device("cpu")
         return StepSpec(
@@ -98,10 +104,12 @@ class Recipe:
             offload,
             self.optimizer.spec(runs_on),
             self.train.gradient_clip_norm,
-            self.micro_batch_size,
-            self.accumulation,
+            None if by_lengths else self.micro_batch_size,
+            None if by_lengths else self.accumulation,
             self.ranks_per_host,
             device.type,
+            rows.vary,
+            rows.segments,
         )
 
     @property
@@ -117,13 +125,8 @@ class Recipe:
 
     @property
     def accumulation(self) -> int:
-        """Micro-batches per optimizer step on one rank."""
-        return self.train.global_batch_size // (self.micro_batch_size * self.replicas)
-
-    @property
-    def tokens_per_step(self) -> int:
-        """Input tokens of one optimizer step over all ranks."""
-        return self.train.global_batch_size * self.train.sequence_length
+        """Micro-batches per optimizer step on one rank; where tokens bound them, of samples that all have ``train.sequence_length``."""
+        return -(-self.train.global_batch_size // (self.micro_batch_size * self.replicas))
 
     @property
     def run_dir(self) -> FilePath:

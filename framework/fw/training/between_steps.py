@@ -8,10 +8,10 @@ import pytorch_lightning as pl
 from pytorch_lightning.callbacks import Callback
 
 from fw.meter.memory import peak_memory_bytes
-from fw.meter.throughput import Throughput
+from fw.meter.throughput import Rate, Throughput
 from fw.recipe import Recipe
 from fw.training.host_allocator import give_back_freed_memory
-from fw.training.module import TrainingModule
+from fw.training.module import StepOutcome, TrainingModule
 from fw.training.progress import Progress
 from fw.training.saving import Saver
 
@@ -32,12 +32,10 @@ class BetweenSteps(Callback):
         self._saver = saver
         self._pending: Row | None = None
         self._last_row: Row = {}
-        self._model_flops_per_token = 0.0
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Lightning has set its own handlers by now; take the signals over."""
         module = _module(pl_module)
-        self._model_flops_per_token = module.assembly.flops_per_token
         module.stop.listen()
         give_back_freed_memory()  # preparing data has left gaps
         self._progress.start(module.start_step)
@@ -59,12 +57,12 @@ class BetweenSteps(Callback):
         if validates:
             trainer.val_check_batch = outcome.step  # also at a last step that is no multiple of the interval
         if not (outcome.step % train.log_every == 0 or validates or last):
-            self._count(outcome.step)
+            self._count(outcome)
             self._progress.advance(outcome.step)
             return
         (loss,) = module.strategy.sum_on_host([float(outcome.loss) / self._recipe.copies])
         grad_norm = float(outcome.grad_norm)
-        self._count(outcome.step)
+        self._count(outcome)
         rate = self.throughput.lap()
         (memory,) = module.strategy.max_on_host([float(peak_memory_bytes(module.strategy.root_device))])
         self._pending = {
@@ -73,7 +71,7 @@ class BetweenSteps(Callback):
             "loss": loss,
             "grad_norm": grad_norm,
             "lr": outcome.lr,
-            "tokens_per_s": rate,
+            "tokens_per_s": rate.tokens,
             "mfu": self.mfu(rate),
             "peak_memory_bytes": int(memory),
         }
@@ -115,15 +113,15 @@ class BetweenSteps(Callback):
         self._progress.close()
         _module(pl_module).stop.ignore()
 
-    def _count(self, step: int) -> None:
-        if step == self._recipe.memory.measure_step:
+    def _count(self, outcome: StepOutcome) -> None:
+        if outcome.step == self._recipe.memory.measure_step:
             self.throughput.leave_out()
         else:
-            self.throughput.step(self._recipe.tokens_per_step)
+            self.throughput.step(outcome.tokens, outcome.flops)
 
-    def mfu(self, tokens_per_s: float) -> float:
+    def mfu(self, rate: Rate) -> float:
         """Model FLOPs utilization: the FLOPs the model needs for these tokens ÷ those the devices could do (arXiv:2204.02311)."""
-        return tokens_per_s * self._model_flops_per_token / self._peak_flops
+        return rate.flops / self._peak_flops
 
     def _flush(self, trainer: pl.Trainer) -> None:
         row, self._pending = self._pending, None

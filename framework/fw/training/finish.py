@@ -53,7 +53,7 @@ def finish(recipe: Recipe, module: TrainingModule, between: BetweenSteps, device
     summary: dict[str, Any] = {
         "steps": module.global_step,
         "tokens": module.tokens_seen,
-        "tokens_per_s": rate,
+        "tokens_per_s": rate.tokens,
         "mfu": between.mfu(rate),
         "skipped_steps": between.skipped,
         "train_loss": last.get("loss"),

@@ -7,35 +7,65 @@ import ctypes
 import multiprocessing
 import signal
 import sys
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from fw.config import LoaderSection
-from fw.kinds.data import IGNORED, Sample, Samples
+from fw.kinds.data import Sample
+from fw.training.batches import Plan, Source
+from fw.training.packing import pad
 
 
-class _Padded(Dataset[Sample]):
-    """Index -1 is a sample in which nothing is predicted."""
+class Batch(NamedTuple):
+    """What one replica computes in an optimizer step, or in a step of validation.
 
-    def __init__(self, samples: Samples) -> None:
-        self._samples = samples
+    Attributes:
+        micro_batches: ``[B, L]`` of each key, B and L of each its own.
+        lengths: as in :class:`Plan`.
+    """
 
-    def __getitem__(self, index: int) -> Sample:
-        if index >= 0:
-            return self._samples[index]
-        like = self._samples[0]
-        return {**{k: torch.zeros_like(v) for k, v in like.items()}, "labels": torch.full_like(like["labels"], IGNORED)}
+    micro_batches: list[dict[str, Tensor]]
+    lengths: NDArray[np.int64]
+
+
+class _Planned(Dataset[Batch]):
+    """A plan is its index."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+
+    def __getitem__(self, plan: Plan) -> Batch:
+        return Batch([self._micro_batch(indices) for indices in plan.micro_batches], plan.lengths)
+
+    def _micro_batch(self, indices: list[int]) -> dict[str, Tensor]:
+        source = self._source
+        samples = [source.samples[index] for index in indices]
+        if not samples:  # one row of padding, as short as rows may be
+            samples = [{key: value[:0] for key, value in source.samples[0].items()}]
+        if source.padding is not None:
+            samples = [{**sample, "segments": sample.get("segments", torch.ones_like(sample["labels"]))} for sample in samples]
+        elif indices:
+            return _stack(samples)
+        longest = np.array([max(1, *(len(sample["labels"]) for sample in samples))])
+        length = int(source.lengths[0] if source.padding is None else source.padding.padded(longest)[0])
+        return _stack([pad(sample, length) for sample in samples])
 
 
 def _stack(samples: list[Sample]) -> dict[str, Tensor]:
     return {key: torch.stack([sample[key] for sample in samples]) for key in samples[0]}
 
 
-def loader(samples: Samples, order: Sampler[list[int]], settings: LoaderSection, device: torch.device) -> DataLoader[Any]:
-    """Batches ``[share, L]`` of each key, in the given order whatever the settings."""
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
+def loader(source: Source, plans: Sampler[Plan], settings: LoaderSection, device: torch.device) -> DataLoader[Any]:
+    """A :class:`Batch` per plan, in their order whatever the settings."""
     ahead: dict[str, Any] = {}
     if settings.workers:
         atexit.register(_end_workers)
@@ -46,9 +76,10 @@ def loader(samples: Samples, order: Sampler[list[int]], settings: LoaderSection,
             "worker_init_fn": _begin_worker,
         }
     return DataLoader(
-        _Padded(samples),
-        batch_sampler=order,
-        collate_fn=_stack,
+        _Planned(source),
+        sampler=plans,
+        batch_size=None,
+        collate_fn=_as_it_is,
         pin_memory=device.type == "cuda" if settings.pin_memory is None else settings.pin_memory,
         # A loader draws a seed for workers each time it begins, also where it has none; dropout must not notice.
         generator=torch.Generator(),

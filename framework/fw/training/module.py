@@ -13,11 +13,12 @@ from torch import Tensor
 
 from fw.assemble import Assembly, assemble
 from fw.kinds.checkpoint import Reader
-from fw.kinds.data import Corpus
+from fw.kinds.data import Corpus, Rows
 from fw.meter.step_memory import StepMemory, StepMeter
 from fw.recipe import Recipe
 from fw.training import run_dir
 from fw.training.first_bad import FirstBad
+from fw.training.loading import Batch
 from fw.training.nonfinite import Nonfinite
 from fw.training.rng import GeneratorStates, restore_rng
 from fw.training.stop import StopRequest
@@ -31,6 +32,8 @@ class StepOutcome:
     Attributes:
         step: counted from 1.
         loss: this rank's part of the global mean loss; ranks that divide layers between them have the same part.
+        tokens: of the input, over all ranks, without padding.
+        flops: the model needs for them, forward and backward.
     """
 
     step: int
@@ -38,12 +41,14 @@ class StepOutcome:
     grad_norm: Tensor
     lr: float
     skipped: bool
+    tokens: int
+    flops: float
 
 
 class TrainingModule(pl.LightningModule):
     """Runs the recipe's objective over the assembled model; the sharding plugin's stepper owns what follows the loss."""
 
-    def __init__(self, recipe: Recipe, corpus: Corpus, vocab_size: int, checkpoint: Reader | None, stop: StopRequest) -> None:
+    def __init__(self, recipe: Recipe, corpus: Corpus, rows: Rows, vocab_size: int, checkpoint: Reader | None, stop: StopRequest) -> None:
         super().__init__()
         self.automatic_optimization = False
         self.recipe = recipe
@@ -62,6 +67,7 @@ class TrainingModule(pl.LightningModule):
         """The peak of the step that ``memory.measure_step`` names, on this rank."""
         self.nonfinite: Nonfinite | None = None
         """What is asked where a step was not made."""
+        self._rows = rows
         self._vocab_size = vocab_size
         self._checkpoint = checkpoint
         self._assembly: Assembly | None = None
@@ -88,7 +94,7 @@ class TrainingModule(pl.LightningModule):
             device = self.strategy.root_device
             self.prepare()
             self.strategy.barrier()
-            self._assembly = assemble(self.recipe, self._vocab_size, self.strategy.mesh, device, self._checkpoint)
+            self._assembly = assemble(self.recipe, self._vocab_size, self.strategy.mesh, device, self._checkpoint, self._rows)
             if self.global_rank == 0:
                 run_dir.write(self.recipe.run_dir, self._assembly.stepper.files())
             self.model = self._assembly.stepper.module  # Lightning switches it between training and evaluation
@@ -105,11 +111,11 @@ class TrainingModule(pl.LightningModule):
     def configure_optimizers(self) -> None:
         """None: the stepper has its own."""
 
-    def on_before_batch_transfer(self, batch: dict[str, Tensor], dataloader_idx: int) -> dict[str, Tensor]:
+    def on_before_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
         """Take this rank's part and count its targets while the batch is on the host, so that no step waits for the device."""
-        batch = self.recipe.sharding.local_batch(batch, self.strategy.mesh)
-        self._targets = self.recipe.objective.count(batch)
-        return batch
+        micro_batches = [self.recipe.sharding.local_batch(micro, self.strategy.mesh) for micro in batch.micro_batches]
+        self._targets = sum(self.recipe.objective.count(micro) for micro in micro_batches)
+        return batch._replace(micro_batches=micro_batches)
 
     def on_fit_start(self) -> None:
         """Let Lightning count from where the checkpoint stands, so that its limits and intervals are in absolute steps."""
@@ -119,7 +125,7 @@ class TrainingModule(pl.LightningModule):
                 if hasattr(progress, counter):
                     setattr(progress, counter, self.start_step)
 
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+    def training_step(self, batch: Batch, batch_idx: int) -> None:
         """Forward and backward of each micro-batch, then one step; measured where that was asked for."""
         if self.trainer.global_step + 1 != self.recipe.memory.measure_step:
             self._step(batch)
@@ -130,10 +136,9 @@ class TrainingModule(pl.LightningModule):
             self._step(batch)
         self.memory, self._meter = measured[0], None
 
-    def _step(self, batch: dict[str, Tensor]) -> None:
+    def _step(self, batch: Batch) -> None:
         recipe, stepper = self.recipe, self.assembly.stepper
-        size = recipe.micro_batch_size
-        micro_batches = [{k: v[i : i + size] for k, v in batch.items()} for i in range(0, recipe.accumulation * size, size)]
+        micro_batches = batch.micro_batches
         count, *asked = self.strategy.sum_on_host([float(self._targets), *self.stop.votes()])
         self.stop.decide(asked)
         step = self.trainer.global_step
@@ -160,9 +165,11 @@ class TrainingModule(pl.LightningModule):
         progress = self.trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress
         progress.increment_ready()
         progress.increment_completed()
-        self.tokens_seen += recipe.tokens_per_step
+        tokens = int(batch.lengths.sum())
+        self.tokens_seen += tokens
         self.samples_seen += recipe.train.global_batch_size
-        self.last = StepOutcome(step + 1, loss, result.grad_norm, stepper.lr * lr_factor, result.skipped)
+        flops = self.assembly.flops.for_sequences(batch.lengths)
+        self.last = StepOutcome(step + 1, loss, result.grad_norm, stepper.lr * lr_factor, result.skipped, tokens, flops)
         if self.stop.decided:
             self.trainer.should_stop = True
             self.trainer.limit_val_batches = 0  # who asked to stop does not want to wait for a validation
@@ -194,11 +201,12 @@ class TrainingModule(pl.LightningModule):
         """Begin a new sum."""
         self._val_sums = []
 
-    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
         """The objective's sum and count; no graph."""
         stepper = self.assembly.stepper
+        (micro,) = batch.micro_batches
         with stepper.forward_context():
-            loss = self.recipe.objective.loss_sum(stepper.module, batch)
+            loss = self.recipe.objective.loss_sum(stepper.module, micro)
         self._val_sums.append((loss, self._targets))
 
     def on_validation_epoch_end(self) -> None:

@@ -1,51 +1,70 @@
-"""In which order samples are seen, by which rank: a pure function of seed and position, so that a run resumes on any number of ranks."""
+"""In which order samples are seen: a pure function of seed and position, so that a run resumes on any number of ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
 import torch
-from torch.utils.data import Sampler
+from numpy.typing import NDArray
 
 
-class StepOrder(Sampler[list[int]]):
-    """For each optimizer step, the indices of this rank's share of the global batch; without end.
+class StepOrder:
+    """For each optimizer step, the indices of its global batch ``[global_batch_size]``; without end.
 
     Samples are numbered through all epochs; an epoch is a permutation seeded by seed and epoch. Each step takes the next
-    ``global_batch_size`` numbers from ``samples_seen`` on, of which each rank takes a consecutive part: the global batch does not depend
-    on the number of ranks, and how many samples were seen is all that a resume needs to know.
+    ``global_batch_size`` numbers from ``samples_seen`` on: the global batch does not depend on the number of ranks, and how many samples
+    were seen is all that a resume needs to know.
+
+    Args:
+        lengths: of the samples, where ``bucketing`` needs them.
+        bucketing: steps within which samples change places so that a step has samples of similar length; 0 for none. The samples of
+            so many steps are sorted by length, and then the steps shuffled. Samples stay in their epoch.
     """
 
-    def __init__(self, samples: int, global_batch_size: int, seed: int, rank: int, ranks: int, samples_seen: int) -> None:
-        self._samples, self._batch, self._seed = samples, global_batch_size, seed
-        self._rank, self._ranks, self._seen = rank, ranks, samples_seen
-        self._epoch, self._permutation = -1, torch.empty(0, dtype=torch.int64)
+    def __init__(
+        self,
+        samples: int,
+        global_batch_size: int,
+        seed: int,
+        samples_seen: int,
+        lengths: NDArray[np.int64] | None = None,
+        bucketing: int = 0,
+    ) -> None:
+        self._samples, self._batch, self._seed, self._seen = samples, global_batch_size, seed, samples_seen
+        self._lengths, self._bucketing = lengths, bucketing
+        self._epoch, self._permutation = -1, np.empty(0, np.int64)
 
-    def __iter__(self) -> Iterator[list[int]]:
-        share = self._batch // self._ranks
-        first = self._seen + self._rank * share
+    def __iter__(self) -> Iterator[NDArray[np.int64]]:
+        first = self._seen
         while True:
-            yield [self._index(number) for number in range(first, first + share)]
-            first += self._batch
+            parts: list[NDArray[np.int64]] = []
+            number, end = first, first + self._batch
+            while number < end:
+                epoch, position = divmod(number, self._samples)
+                parts.append(self._of_epoch(epoch)[position : position + end - number])
+                number += len(parts[-1])
+            yield np.concatenate(parts)
+            first = end
 
-    def _index(self, number: int) -> int:
-        epoch, position = divmod(number, self._samples)
+    def _of_epoch(self, epoch: int) -> NDArray[np.int64]:
         if epoch != self._epoch:
             generator = torch.Generator().manual_seed((self._seed * 1_000_003 + epoch) % 2**63)
-            self._epoch, self._permutation = epoch, torch.randperm(self._samples, generator=generator)
-        return int(self._permutation[position])
+            self._epoch, self._permutation = epoch, torch.randperm(self._samples, generator=generator).numpy()
+            if self._bucketing:
+                self._permutation = self._bucketed(self._permutation, epoch * self._samples, generator)
+        return self._permutation
 
-
-class RankedBatches(Sampler[list[int]]):
-    """All samples once in order, in batches dealt out to ranks; each rank has equally many, the last ones empty (-1) if need be."""
-
-    def __init__(self, samples: int, batch_size: int, rank: int, ranks: int) -> None:
-        self._samples, self._batch, self._rank, self._ranks = samples, batch_size, rank, ranks
-
-    def __len__(self) -> int:
-        return -(-self._samples // (self._batch * self._ranks))
-
-    def __iter__(self) -> Iterator[list[int]]:
-        for number in range(len(self)):
-            first = (number * self._ranks + self._rank) * self._batch
-            yield [i if i < self._samples else -1 for i in range(first, first + self._batch)]
+    def _bucketed(self, permutation: NDArray[np.int64], first: int, generator: torch.Generator) -> NDArray[np.int64]:
+        """The permutation of an epoch whose first sample has the number ``first``, sorted inside windows."""
+        assert self._lengths is not None
+        batch, window = self._batch, self._batch * self._bucketing
+        sorted_ = permutation[np.lexsort((self._lengths[permutation], (first + np.arange(self._samples)) // window))]
+        # Steps that lie in this epoch as a whole change places with others of their window.
+        from_step, to_step = -(-first // batch), (first + self._samples) // batch
+        if from_step < to_step:
+            chance = torch.rand(to_step - from_step, generator=generator, dtype=torch.float64).numpy()
+            shuffled = np.lexsort((chance, np.arange(from_step, to_step) // self._bucketing))
+            whole = sorted_[from_step * batch - first : to_step * batch - first].reshape(-1, batch)
+            sorted_[from_step * batch - first : to_step * batch - first] = whole[shuffled].ravel()
+        return sorted_

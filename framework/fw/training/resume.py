@@ -18,6 +18,9 @@ from fw.training.same_run import begun_by_this_torchrun
 
 AUTO = "auto"
 
+_BEFORE_THEY_WERE_KEPT = {"train.packing": False, "train.length_bucketing": 0}
+"""What a checkpoint means that says nothing of a setting."""
+
 
 def find(recipe: Recipe, corpus: Corpus, ranks: Ranks, say: Callable[[str], None]) -> Reader | None:
     """The checkpoint to go on from, if any, verified. Collective: the same one on all ranks.
@@ -144,7 +147,7 @@ def _check_continues(recipe: Recipe, corpus: Corpus, reader: Reader) -> None:
     if state["data"] != corpus.fingerprint:
         raise UserError(f"{reader.place} was trained on other data than the config gives (tokens differ); use the same data section")
     for setting, (now, why) in must_agree(recipe).items():
-        before = state["must_agree"][setting]
+        before = state["must_agree"].get(setting, _BEFORE_THEY_WERE_KEPT.get(setting))
         if before != now:
             raise UserError(f"{reader.place} was trained with {setting}={before}, the config says {now}, which would change {why}")
 
@@ -152,9 +155,14 @@ def _check_continues(recipe: Recipe, corpus: Corpus, reader: Reader) -> None:
 def must_agree(recipe: Recipe) -> dict[str, tuple[Any, str]]:
     """What a resumed run must have in common with the run it goes on with, and what would change."""
     parameters = str(recipe.precision.policy().parameters).removeprefix("torch.")
+    bucketing = recipe.train.length_bucketing
+    steps = {"train.global_batch_size": (recipe.train.global_batch_size, "which samples change places")} if bucketing else {}
     return {
         "train.seed": (recipe.train.seed, "the order of the data"),
         "train.sequence_length": (recipe.train.sequence_length, "what the data is cut into"),
+        "train.packing": (recipe.train.packing, "which samples share a row"),
+        "train.length_bucketing": (bucketing, "the order of the data"),
+        **steps,
         "optimizer": (recipe.names["optimizer"][0], "what the optimizer's state means"),
         "parameter dtype": (parameters, "what the optimizer's state means"),
     }

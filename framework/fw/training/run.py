@@ -33,13 +33,13 @@ from fw.meter.flops import peak_flops
 from fw.recipe import Recipe, World, current_world, resolve
 from fw.training import finish, resume, run_dir
 from fw.training.attempts import Attempts
+from fw.training.batches import Batches, arrange
 from fw.training.between_steps import BetweenSteps
 from fw.training.hang_watch import HangWatch
 from fw.training.host_allocator import keep_freed_memory
 from fw.training.loading import loader
 from fw.training.module import TrainingModule
 from fw.training.nonfinite import Nonfinite
-from fw.training.order import RankedBatches, StepOrder
 from fw.training.progress import Progress
 from fw.training.rng import seed_all
 from fw.training.same_run import begun_by_this_torchrun, check_same_run, held, note_starter
@@ -99,8 +99,8 @@ def check_input(recipe: Recipe, device: torch.device | None = None) -> Reader | 
     Raises:
         UserError: the input is wrong.
     """
-    corpus, vocab_size = _open_data(recipe, say=_say)
-    check(recipe, vocab_size, device or torch.device("cpu" if recipe.launch.accelerator == "cpu" else "cuda"))
+    corpus, batches, vocab_size = _open_data(recipe, say=_say)
+    check(recipe, vocab_size, device or torch.device("cpu" if recipe.launch.accelerator == "cpu" else "cuda"), batches.rows)
     return resume.find(recipe, corpus, OneRank(), _say)
 
 
@@ -109,9 +109,10 @@ def _train_rank(recipe: Recipe, world: World) -> TrainResult:
     _end_with_parent()
     device = _device(recipe, world)
     _prepare_network(recipe, world, device)
-    corpus, vocab_size = _open_data(recipe, say=_say if world.is_first else _say_nothing)
-    if not outcome.launched_by_fw():  # else the launching process has done so
-        check(recipe, vocab_size, device)
+    says = world.is_first and not outcome.launched_by_fw()  # else the launching process has done so
+    corpus, batches, vocab_size = _open_data(recipe, say=_say if says else _say_nothing)
+    if not outcome.launched_by_fw():
+        check(recipe, vocab_size, device, batches.rows)
     timeout = recipe.launch.timeout
     strategy = MeshStrategy(world, recipe.mesh_shape, device, timeout, recipe.checkpoint.config.timeout or timeout)
     strategy.join()
@@ -119,12 +120,12 @@ def _train_rank(recipe: Recipe, world: World) -> TrainResult:
         check_same_run(recipe, strategy.ranks)
         holds = world.is_first and not outcome.launched_by_fw()  # else the launching process does
         with held(recipe.run_dir) if holds else nullcontext():
-            return _train_joined(recipe, world, strategy, corpus, vocab_size)
+            return _train_joined(recipe, world, strategy, corpus, batches, vocab_size)
     finally:
         leave()
 
 
-def _train_joined(recipe: Recipe, world: World, strategy: MeshStrategy, corpus: Corpus, vocab_size: int) -> TrainResult:
+def _train_joined(recipe: Recipe, world: World, strategy: MeshStrategy, corpus: Corpus, batches: Batches, vocab_size: int) -> TrainResult:
     device = strategy.root_device
     checkpoint = resume.find(recipe, corpus, strategy.ranks, _say if world.is_first else _say_nothing)
     seed_all(recipe.train.seed * 1_000_003 + world.rank)
@@ -151,7 +152,7 @@ def _train_joined(recipe: Recipe, world: World, strategy: MeshStrategy, corpus: 
     saver = Saver(recipe, strategy.ranks, watch, parent, progress.say)
     stop = StopRequest(recipe.checkpoint.config.grace, lambda: _give_up(recipe, saver, world.is_first))
     answer_when_asked()
-    module = TrainingModule(recipe, corpus, vocab_size, checkpoint, stop)
+    module = TrainingModule(recipe, corpus, batches.rows, vocab_size, checkpoint, stop)
     module.before_update = saver.before_update
     module.nonfinite = Nonfinite(recipe, saver, strategy.ranks, progress.say)
     if not outcome.launched_by_fw() and world.local_rank == 0:  # else the launching process has prepared this host
@@ -182,13 +183,10 @@ def _train_joined(recipe: Recipe, world: World, strategy: MeshStrategy, corpus: 
     )
     if checkpoint is not None and world.is_first:
         _say(f"resuming from {checkpoint.place} at step {start_step}")
-    replicas = recipe.replicas
-    replica = world.rank * replicas // recipe.world_size
-    steps = StepOrder(len(corpus.train), recipe.train.global_batch_size, recipe.train.seed, replica, replicas, module.samples_seen)
-    passes = RankedBatches(len(corpus.val), recipe.micro_batch_size, replica, replicas)
+    replica = world.rank * recipe.replicas // recipe.world_size
     try:
-        train_batches = loader(corpus.train, steps, recipe.loader, device)
-        trainer.fit(module, train_batches, loader(corpus.val, passes, recipe.loader, device))
+        train_batches = loader(batches.train, batches.train_plans(module.samples_seen, replica), recipe.loader, device)
+        trainer.fit(module, train_batches, loader(batches.val, batches.val_plans(replica), recipe.loader, device))
         code, summary = stop.exit_code, {}
         if not stop.decided:
             summary = finish.finish(recipe, module, between, device)
@@ -218,7 +216,7 @@ def _train_joined(recipe: Recipe, world: World, strategy: MeshStrategy, corpus: 
     return TrainResult(_leave_outcome(code), recipe.run_dir, summary)
 
 
-def _open_data(recipe: Recipe, say: Any) -> tuple[Corpus, int]:
+def _open_data(recipe: Recipe, say: Any) -> tuple[Corpus, Batches, int]:
     recipe.data.prepare(say)
     corpus = recipe.data.open(recipe.train.sequence_length)
     own, needed = recipe.model.vocab_size, corpus.tokenizer.vocab_size
@@ -227,7 +225,7 @@ def _open_data(recipe: Recipe, say: Any) -> tuple[Corpus, int]:
         raise UserError(f"{place}: model.vocab_size {own} is smaller than the tokenizer's {needed}; raise it, or use the model's own")
     if note := foreign(recipe.model.weights, corpus.tokenizer):
         say(f"warning: {note}")
-    return corpus, own or needed
+    return corpus, arrange(recipe, corpus, say), own or needed
 
 
 def _device(recipe: Recipe, world: World) -> torch.device:

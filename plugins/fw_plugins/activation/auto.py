@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,12 +38,20 @@ class Auto(ActivationPlugin):
     """Each block keeps the results that are dearest to compute for their bytes, so that all of them together fit a budget.
 
     The first forward is recomputed in full and every operator in it noted, with bytes and FLOPs; from the second on the choice holds that
-    costs least. It depends on shapes alone, and rank 0 makes it for all.
+    costs least. It depends on shapes alone, which must not vary, and rank 0 makes it for all.
     """
 
     api = 1
     Config = AutoConfig
     config: AutoConfig
+
+    def check(self, model: CausalLM, mesh_shape: Mapping[str, int], spec: StepSpec, sequence_length: int) -> None:
+        """A choice made for the first shape holds for no longer one, and ranks with different choices would wait for each other."""
+        if spec.lengths_vary:
+            raise UserError(
+                "activation: auto chooses for rows of one length, and those of this run vary; set train.packing=true, or use full or"
+                " selective"
+            )
 
     def apply(self, model: CausalLM, spec: StepSpec, sequence_length: int) -> None:
         """Blocks get their choice when all have been seen."""
@@ -87,7 +95,7 @@ class _Chooser:
         if choices is None:
             raise RunError(
                 f"activation.budget: {format_size(self._budget_bytes)} is less than the {format_size(least)} that stay where every block"
-                " is recomputed; give more, or lower train.micro_batch_size"
+                " is recomputed; give more, or lower train.micro_batch_size or train.max_tokens_per_batch"
             )
         if not dist.is_initialized() or dist.get_rank() == 0:
             print(f"fw: {_told(profiles, choices, self._budget_bytes)}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Token ids on disk, read as blocks of one length."""
+"""Token ids on disk, read as blocks of one length or as documents."""
 
 from __future__ import annotations
 
@@ -7,11 +7,30 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from fw.kinds.data import IGNORED, Sample
 
 
-class TokenBlocks:
+class TokenFile:
+    """A memory-mapped stream of ids, ``EOS document EOS document EOS``."""
+
+    def __init__(self, file: Path, dtype: str) -> None:
+        self._ids = np.memmap(file, dtype=dtype, mode="r") if file.stat().st_size else np.zeros(0, dtype)
+
+    @property
+    def tokens(self) -> int:
+        """Ids in the stream."""
+        return len(self._ids)
+
+    def documents(self, separator: int) -> Iterator[list[int]]:
+        """What stands between two separators."""
+        ends = np.flatnonzero(np.asarray(self._ids) == separator)
+        for start, end in zip(ends[:-1], ends[1:], strict=True):
+            yield self._ids[start + 1 : end].tolist()
+
+
+class TokenBlocks(TokenFile):
     """Consecutive blocks of a memory-mapped stream of ids, each predicting its tokens shifted by one: every id but the first is a target.
 
     The tail that fills no block is dropped, or padded with ignored labels where ``keep_tail`` is set. With a ``separator``, the id that
@@ -19,16 +38,11 @@ class TokenBlocks:
     """
 
     def __init__(self, file: Path, dtype: str, length: int, keep_tail: bool, separator: int | None = None) -> None:
-        self._ids = np.memmap(file, dtype=dtype, mode="r") if file.stat().st_size else np.zeros(0, dtype)
+        super().__init__(file, dtype)
         self._length = length
         self._separator = separator
         targets = max(0, len(self._ids) - 1)
         self._blocks = -(-targets // length) if keep_tail else targets // length
-
-    @property
-    def tokens(self) -> int:
-        """Ids in the stream."""
-        return len(self._ids)
 
     def __len__(self) -> int:
         return self._blocks
@@ -48,8 +62,37 @@ class TokenBlocks:
             sample["segments"] = torch.nn.functional.pad(begins.cumsum(0), (0, missing), value=0)
         return sample
 
-    def documents(self, separator: int) -> Iterator[list[int]]:
-        """The stream's documents: what stands between two separators."""
-        ends = np.flatnonzero(np.asarray(self._ids) == separator)
-        for start, end in zip(ends[:-1], ends[1:], strict=True):
-            yield self._ids[start + 1 : end].tolist()
+
+class TokenDocuments(TokenFile):
+    """The documents of a stream, each a sample: the separator before it is its first input, that after it its last target.
+
+    A document with more than ``most`` targets is cut into samples of ``most`` and the rest, each of which begins with the last target of
+    the one before it: every id but the stream's first is a target once.
+
+    Args:
+        sizes: a file of the documents' numbers of ids, little-endian int64, without separators.
+    """
+
+    def __init__(self, file: Path, dtype: str, sizes: Path, most: int) -> None:
+        super().__init__(file, dtype)
+        targets = np.fromfile(sizes, "<i8") + 1
+        pieces = -(-targets // most)
+        document = np.repeat(np.arange(len(targets)), pieces)
+        first = (np.arange(len(document)) - (pieces.cumsum() - pieces)[document]) * most
+        self._starts = (targets.cumsum() - targets)[document] + first
+        self._lengths = np.minimum(targets[document] - first, most)
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """Positions of each sample."""
+        return self._lengths
+
+    def __len__(self) -> int:
+        return len(self._lengths)
+
+    def __getitem__(self, index: int) -> Sample:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        start = int(self._starts[index])
+        ids = torch.from_numpy(self._ids[start : start + int(self._lengths[index]) + 1].astype(np.int64))
+        return {"input_ids": ids[:-1], "labels": ids[1:]}

@@ -20,10 +20,10 @@ from fw.errors import UserError, did_you_mean
 from fw.kinds.data import Corpus, DataPlugin, Say
 from fw.tokenizer import Tokenizer, load_tokenizer
 from fw_plugins.data import sources
-from fw_plugins.data.blocks import TokenBlocks
+from fw_plugins.data.blocks import TokenBlocks, TokenDocuments
 from fw_plugins.data.tokenizer import byte_tokenizer, train_bpe
 
-_FORMAT = 1
+_FORMAT = 2
 _BATCH = 256
 _MADE_HERE = ("bpe", "byte")
 
@@ -41,6 +41,9 @@ class TextConfig:
     directory with a `tokenizer.json`: a fine-tuned model's own, `${model.path}`."""
     vocab_size: int = 4096
     """Ids of a bpe tokenizer. Embedding and logits grow in proportion."""
+    samples: Literal["stream", "documents"] = "stream"
+    """`stream`: documents one after another, cut into samples of train.sequence_length. `documents`: each is a sample of its own, those
+    that are longer several; their lengths vary (train.packing, train.max_tokens_per_batch, train.length_bucketing)."""
     isolate_documents: bool = False
     """Attention does not cross documents that share a sequence; positions restart with each."""
     val_fraction: float = 0.05
@@ -60,6 +63,8 @@ class TextConfig:
             )
         if self.tokenizer == "bpe" and self.vocab_size < 257:
             raise UserError(f"data.vocab_size: {self.vocab_size} is too small; 256 bytes and the end of text take 257")
+        if self.samples == "documents" and self.isolate_documents:
+            raise UserError("data.isolate_documents: with data.samples=documents no document shares a sample; leave it out")
         if not 0 < self.val_fraction < 1:
             raise UserError(f"data.val_fraction: {self.val_fraction} is not between 0 and 1")
 
@@ -116,9 +121,8 @@ class TextData(DataPlugin):
         # One that was given is not read from the cache: its class depends on the model's config.json beside it.
         tokenizer = self._given or load_tokenizer(directory)
         eos_id = _eos_id(tokenizer)
-        separator = eos_id if self.config.isolate_documents else None
-        train = TokenBlocks(directory / "train.bin", meta["dtype"], sequence_length, keep_tail=False, separator=separator)
-        val = TokenBlocks(directory / "val.bin", meta["dtype"], sequence_length, keep_tail=True, separator=separator)
+        by_document = self.config.samples == "documents"
+        train, val = (self._samples(directory, name, meta["dtype"], sequence_length, eos_id) for name in ("train", "val"))
         if not len(train):
             raise UserError(
                 f"data: {train.tokens} tokens of training text fill no sequence of {sequence_length};"
@@ -128,13 +132,20 @@ class TextData(DataPlugin):
             train=train,
             val=val,
             tokenizer=tokenizer,
-            fingerprint=meta["fingerprint"] + ("-isolated" if self.config.isolate_documents else ""),
+            fingerprint=meta["fingerprint"] + "-isolated" * self.config.isolate_documents + "-documents" * by_document,
             train_tokens=train.tokens,
             val_tokens=val.tokens,
             val_bytes=meta["val_bytes"],
             train_text=lambda: [tokenizer.decode(ids, skip_special_tokens=True) for ids in train.documents(eos_id)],
             val_text=lambda: [tokenizer.decode(ids, skip_special_tokens=True) for ids in val.documents(eos_id)],
         )
+
+    def _samples(self, directory: Path, name: str, dtype: str, length: int, eos_id: int) -> TokenBlocks | TokenDocuments:
+        file = directory / f"{name}.bin"
+        if self.config.samples == "documents":
+            return TokenDocuments(file, dtype, _sizes(file), length)
+        separator = eos_id if self.config.isolate_documents else None
+        return TokenBlocks(file, dtype, length, keep_tail=name == "val", separator=separator)
 
     def _documents(self) -> Iterator[str]:
         if self.config.source == sources.PYTHON_DOCS:
@@ -149,7 +160,7 @@ class TextData(DataPlugin):
             stats = [(str(f.resolve()), f.stat()) for f in sources.find_files(self.config.files)]
             content = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
         settings = {**asdict(self.config), "cache_dir": "", "format": _FORMAT, "content": content}
-        del settings["isolate_documents"]  # the ids are the same
+        del settings["isolate_documents"], settings["samples"]  # the ids are the same
         if self._given is not None:
             settings["tokenizer"] = self._given.fingerprint
         return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
@@ -227,10 +238,14 @@ def _write_ids(
     total: int,
     content: hashlib._Hash,
 ) -> int:
-    """``EOS document EOS document EOS`` as raw little-endian ids; returns how many."""
+    """``EOS document EOS document EOS`` as raw little-endian ids, and the documents' numbers of them beside it; returns how many."""
     eos = np.array([_eos_id(tokenizer)], dtype)
     count = 0
-    with file.open("wb") as out, tqdm(total=total, desc=label, unit="doc", leave=False, disable=None) as bar:
+    with (
+        file.open("wb") as out,
+        _sizes(file).open("wb") as sizes,
+        tqdm(total=total, desc=label, unit="doc", leave=False, disable=None) as bar,
+    ):
 
         def put(ids: np.ndarray[tuple[int], np.dtype[np.unsignedinteger]]) -> None:
             nonlocal count
@@ -243,9 +258,14 @@ def _write_ids(
         while batch := list(islice(texts, _BATCH)):
             for ids in tokenizer.encode_all(batch, add_special_tokens=False, split_special_tokens=True):
                 put(np.array(ids, dtype))
+                sizes.write(np.int64(len(ids)).astype("<i8").tobytes())
                 put(eos)
             bar.update(len(batch))
     return count
+
+
+def _sizes(file: Path) -> Path:
+    return file.with_suffix(".sizes")
 
 
 def _eos_id(tokenizer: Tokenizer) -> int:

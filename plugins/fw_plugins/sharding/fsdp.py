@@ -100,6 +100,11 @@ class FSDP(ShardingPlugin):
         meshes.sort(key=lambda m: sum(abs(math.log(a / b)) for a, b in zip(m, asked.values(), strict=True)))
         return [", ".join(f"{k}: {v}" for k, v in zip(asked, mesh, strict=True) if v > 1) or "shard: 1" for mesh in meshes[:4]]
 
+    def length_multiple(self, mesh_shape: Mapping[str, int]) -> int:
+        """Chunks of context parallelism, each of which tensor parallelism divides again."""
+        tensor, context = mesh_shape.get(TENSOR, 1), mesh_shape.get(CONTEXT, 1)
+        return math.lcm(context * tensor, 2 * context if self._ring and context > 1 else 1)
+
     def check(self, model: CausalLM, mesh_shape: Mapping[str, int], spec: StepSpec, sequence_length: int) -> None:
         """Sizes that tensor and context parallelism divide; tiers of offload."""
         parts = math.prod(size for name, size in mesh_shape.items() if name != REPLICATE)
@@ -109,6 +114,10 @@ class FSDP(ShardingPlugin):
         if sequence_length % chunks:
             what = f"context: {context}" + (", which cuts it into twice as many chunks for a ring" if self._ring else "")
             raise UserError(f"train.sequence_length: {sequence_length} does not divide over sharding.{what}")
+        if spec.segments and self._ring and context > 1:
+            raise UserError(
+                "sharding.context_method: ring sees all of a row, and the rows of this run hold several documents or padding; use heads"
+            )
         if tensor > 1:
             tensor_parallel.check(model, tensor, sequence_length // context)
         if context > 1:

@@ -146,7 +146,7 @@ def check(spec: StepSpec, model: CausalLM, parts: int, gathers: bool) -> None:
 def _check_in_backward(spec: StepSpec, gathers: bool) -> None:
     """What needs all gradients at once cannot be had where none outlives its update."""
     stands_against = {
-        "accumulates gradients over micro-batches (train.micro_batch_size)": spec.accumulation > 1,
+        "accumulates gradients over micro-batches (train.micro_batch_size, train.max_tokens_per_batch)": spec.accumulation != 1,
         "clips by the norm of all gradients (train.gradient_clip_norm)": spec.clip_norm > 0,
         "scales the loss and looks for overflow in all gradients (precision.fp16)": spec.precision.loss_scaling is not None,
         "takes gradients to the host (offload.gradients)": spec.offload.gradients != "device",

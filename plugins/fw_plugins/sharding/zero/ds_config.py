@@ -51,10 +51,13 @@ def build(config: ZeroConfig, spec: StepSpec, ranks: int, numel: int, largest: i
     for section in (zero.get("offload_optimizer", {}), zero.get("offload_param", {})):
         if section.get("device") == "nvme":
             section["nvme_path"] = str(nvme)
+    # DeepSpeed is told where each accumulation ends (stepper.py), and needs numbers here all the same. Where there are none that hold in
+    # every step, more than one micro-batch makes it ready to accumulate.
+    size, accumulation = spec.micro_batch_size or 1, spec.accumulation or 2
     made: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": spec.micro_batch_size,
-        "gradient_accumulation_steps": spec.accumulation,
-        "train_batch_size": spec.micro_batch_size * spec.accumulation * ranks,
+        "train_micro_batch_size_per_gpu": size,
+        "gradient_accumulation_steps": accumulation,
+        "train_batch_size": size * accumulation * ranks,
         "gradient_clipping": spec.clip_norm,
         "communication_data_type": _NAMES[policy.reduce],
         "data_types": {"grad_accum_dtype": _NAMES[policy.parameters]},
