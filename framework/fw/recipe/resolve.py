@@ -102,6 +102,7 @@ class Recipe:
             self.accumulation,
             self.ranks_per_host,
             device.type,
+            tuple(phase.policy for phase in self.precision.phases()),
         )
 
     @property
