@@ -148,6 +148,10 @@ class MemorySection:
 
     budget: str = ""
     """Memory per rank, like `24GiB`. The summary sets the measured peak beside it and says by how much it was exceeded; empty for none."""
+    release: bool = False
+    """Between training, validation and saving: collect garbage, and give the caching allocator's free blocks back to the GPU, freed pages
+    to the kernel. The next phase takes its bytes anew, which costs time; the summary says how many bytes and seconds. Off, only freed
+    pages of the CPU go back, after a validation."""
 
     def __post_init__(self) -> None:
         if self.budget:

@@ -32,6 +32,8 @@ def finish(recipe: Recipe, module: TrainingModule, between: BetweenSteps, device
         the summary, on every rank.
     """
     text = ""
+    if between.release.thorough:
+        between.release.between_phases()
     if recipe.train.sample_tokens:
         prompt = recipe.train.sample_prompt or _prompt(module.corpus)
         context = recipe.train.sequence_length
@@ -62,6 +64,8 @@ def finish(recipe: Recipe, module: TrainingModule, between: BetweenSteps, device
         "fourgram_bits_per_byte": None,
         "peak_memory_bytes": int(memory),
     }
+    if between.release.thorough:
+        summary |= _released(between, module)
     if module.val_loss is not None:
         nats = module.val_loss * (module.corpus.val_tokens - 1)
         summary["val_bits_per_byte"] = nats / math.log(2) / module.corpus.val_bytes
@@ -72,6 +76,13 @@ def finish(recipe: Recipe, module: TrainingModule, between: BetweenSteps, device
             summary["fourgram_bits_per_byte"] = bits_per_byte(train_text, val_text, order=4)
         _write(recipe, summary, text, -int(memory_least), between.rows)
     return module.strategy.broadcast(summary)
+
+
+def _released(between: BetweenSteps, module: TrainingModule) -> dict[str, Any]:
+    """What memory.release did, on the rank that gave back most, and on the one that took longest. Collective."""
+    release = between.release
+    most, longest = module.strategy.max_on_host([float(-1 if release.bytes is None else release.bytes), release.seconds])
+    return {"releases": release.times, "released_bytes": None if most < 0 else int(most), "release_seconds": longest}
 
 
 def _write(recipe: Recipe, summary: dict[str, Any], text: str, least_memory: int, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -113,6 +124,9 @@ def _lines(recipe: Recipe, summary: dict[str, Any], least_memory: int) -> list[t
     peak = summary["peak_memory_bytes"]
     spread = f" (least on a rank: {format_size(least_memory)})" if recipe.world_size > 1 else ""
     lines.append(("peak memory of a rank", format_size(peak) + spread))
+    if "releases" in summary:
+        released = "not measured" if summary["released_bytes"] is None else format_size(summary["released_bytes"])
+        lines.append(("  released between phases", f"{released} in {summary['releases']} times, {summary['release_seconds']:.2f} s"))
     budget = recipe.memory.budget_bytes
     if budget is not None:
         over = f"exceeded by {format_size(peak - budget)}" if peak > budget else f"{format_size(budget - peak)} left"
