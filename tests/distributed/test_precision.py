@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from conftest import column, fw
 from distributed.ranks import run_ranks
@@ -52,25 +53,30 @@ def test_weights_gradients_and_state_have_the_dtypes_that_are_documented(workspa
         assert found[name] == expected, name
 
 
-def test_each_phase_is_the_run_in_its_dtype_from_the_same_weights(workspace: Path) -> None:
-    shardings = {
-        "ddp": ["sharding=ddp"],
-        "fsdp": ["sharding=fsdp"],
-        "kept": ["sharding={name: fsdp, reshard_after_forward: false}", "activation={name: auto, budget: 400KiB}"],
-        "tensor": ["sharding=fsdp", "sharding.tensor=2", "train.micro_batch_size=4"],
-        "host": ["sharding=fsdp", "offload.optimizer=cpu"],
-    }
+SHARDINGS = {
+    "ddp": ["sharding=ddp"],
+    "fsdp": ["sharding=fsdp"],
+    "kept": ["sharding={name: fsdp, reshard_after_forward: false}", "activation={name: auto, budget: 400KiB}"],
+    "tensor": ["sharding=fsdp", "sharding.tensor=2", "train.micro_batch_size=4"],
+    "host": ["sharding=fsdp", "offload.optimizer=cpu"],
+}
+
+
+@pytest.mark.parametrize(("one", "other", "shardings"), [("bf16", "fp32", tuple(SHARDINGS)), ("fp32", "bf16", ("fsdp", "kept"))])
+def test_each_phase_is_the_run_in_its_dtype_from_the_same_weights(
+    workspace: Path, one: str, other: str, shardings: tuple[str, ...]
+) -> None:
+    phased = f"precision={{name: phased, phases: [{{from_step: 0, compute: {one}}}, {{from_step: 3, compute: {other}}}]}}"
     runs = {}
-    for name, words in shardings.items():
-        words = [*words, *SHARED]
+    for name in shardings:
         for run, precision, more in (
-            ("phased", PHASED, ["train.save_every=1"]),
-            ("first", "precision=bf16", []),
-            ("second", "precision=fp32", [f"resume={name}-phased/{AT_3}"]),
-            ("resumed", PHASED, [f"resume={name}-phased/checkpoints/step-00000002"]),
-            ("later", PHASED, [f"resume={name}-phased/checkpoints/step-00000004"]),
+            ("phased", phased, ["train.save_every=1"]),
+            ("first", f"precision={one}", []),
+            ("second", f"precision={other}", [f"resume={name}-phased/{AT_3}"]),
+            ("resumed", phased, [f"resume={name}-phased/checkpoints/step-00000002"]),
+            ("later", phased, [f"resume={name}-phased/checkpoints/step-00000004"]),
         ):
-            runs[f"{name}-{run}"] = [*words, precision, *more, f"train.run_dir={name}-{run}"]
+            runs[f"{name}-{run}"] = [*SHARDINGS[name], *SHARED, precision, *more, f"train.run_dir={name}-{run}"]
     run_ranks("train_in_turn.py", 2, list(runs.values()))
     for name in shardings:
         for key in ("loss", "grad_norm"):
@@ -93,6 +99,30 @@ def test_an_evaluation_in_the_compute_dtype_is_what_divided_parameters_have_anyw
     for sharding in TWO:
         assert column(f"{sharding}-full", "val_loss") == column(f"{sharding}-plain", "val_loss"), sharding
         assert column(f"{sharding}-full", "val_loss") == pytest.approx(column("one", "val_loss"), rel=1e-6), sharding
+
+
+def test_replicas_stay_alike_after_evaluations_on_converted_weights(workspace: Path) -> None:
+    """DDP's hooks are on what autograd keeps of the parameters themselves: they must stay the same."""
+    words = ["sharding=ddp", "launch.threads=1", "train.max_steps=4", "train.val_every=1", "train.save_every=4"]
+    runs = {name: f"precision={{name: bf16, full_eval: {name}}}" for name in ("true", "false")}
+    run_ranks("train_in_turn.py", 2, [[precision, *words, f"train.run_dir={name}"] for name, precision in runs.items()])
+    for key in ("loss", "grad_norm"):
+        assert column("true", key) == column("false", key)
+    assert all(a != b for a, b in zip(column("true", "val_loss"), column("false", "val_loss"), strict=True))
+
+
+def test_another_dtype_of_a_parameters_data_loses_its_hooks() -> None:
+    """Why converted tensors stand in the parameters' places, which keep their data."""
+    parameter = torch.nn.Parameter(torch.ones(2))
+    seen = []
+    accumulator = parameter.view_as(parameter).grad_fn.next_functions[0][0]
+    accumulator.register_hook(lambda *_: seen.append(1))
+    parameter.sum().backward()
+    kept = parameter.data
+    parameter.data = kept.bfloat16()
+    parameter.data = kept
+    parameter.sum().backward()
+    assert seen == [1]
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from fw.errors import UserError
 from fw.recipe import resolve
 from fw_plugins.activation.auto import _Chooser
 from fw_plugins.precision.phased import PhaseConfig, Phased, PhasedConfig
+from fw_plugins.sharding import fsdp_dtypes
 
 THREE = [PhaseConfig(0, "fp32"), PhaseConfig(3, "bf16"), PhaseConfig(7, "fp32")]
 
@@ -56,6 +57,14 @@ def test_autocast_knows_no_fp32():
         with torch.autocast("cpu", dtype=torch.float32):
             x = torch.ones(2, 2, dtype=torch.bfloat16)
             assert (x @ x).dtype == torch.bfloat16
+
+
+def test_another_fsdp_is_refused_before_ranks_start(monkeypatch):
+    """torch has no public way to change FSDP2's dtypes; what fw needs of its inside is looked for."""
+    fsdp_dtypes.check()
+    monkeypatch.delattr("torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup._init_mp_dtypes")
+    with pytest.raises(UserError, match="FSDP2 of this torch does not let dtypes change between steps; use sharding=ddp"):
+        fsdp_dtypes.check()
 
 
 def test_a_chooser_observes_anew_what_is_computed_otherwise():

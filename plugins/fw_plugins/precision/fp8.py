@@ -40,7 +40,8 @@ class FP8Config:
     """Dtype of gradients between their micro-batches and the step: `bf16` takes half the bytes, and rounds each sum to 8 bits."""
     full_eval: bool = False
     """Validate and sample on weights converted to bf16 once, without autocast: activations between layers take half the bytes. On a GPU
-    the fp32 weights wait in host memory meanwhile, 4 bytes per parameter. `fsdp` and `zero` do not differ by it."""
+    the fp32 weights wait in host memory meanwhile, 4 bytes per parameter; on the CPU they stay beside the converted ones, which float8
+    layers would not need: 2 bytes per parameter more. `fsdp` and `zero` do not differ by it."""
 
 
 class FP8(PrecisionPlugin):

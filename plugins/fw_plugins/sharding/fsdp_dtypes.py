@@ -7,10 +7,10 @@ needs are looked for before ranks start.
 
 from __future__ import annotations
 
+import importlib
+
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
-from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from fw.errors import UserError
 from fw.kinds.precision import PrecisionPolicy
@@ -29,7 +29,12 @@ def check() -> None:
     Raises:
         UserError: with what would work.
     """
-    if not (hasattr(FSDPParamGroup, "_init_mp_dtypes") and hasattr(FSDPParam, "init_unsharded_param")):
+    try:
+        inside = importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_param_group")
+        known = hasattr(inside.FSDPParamGroup, "_init_mp_dtypes") and hasattr(inside.FSDPParam, "init_unsharded_param")
+    except (ImportError, AttributeError):
+        known = False
+    if not known:
         raise UserError("precision.phases: FSDP2 of this torch does not let dtypes change between steps; use sharding=ddp or another torch")
 
 
@@ -42,7 +47,8 @@ def change(model: nn.Module, policy: PrecisionPolicy) -> None:
     for module in modules:
         state = module._get_fsdp_state()
         state._mp_policy = dtypes
-        for group in state._fsdp_param_groups:
+        groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]  # torch 2.11 has one
+        for group in filter(None, groups):
             group.mp_policy = dtypes
             for parameter in group.fsdp_params:
                 assert parameter.unsharded_accumulated_grad is None
