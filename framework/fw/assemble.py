@@ -59,6 +59,7 @@ def assemble(
         attention = recipe.sharding.attention(recipe.attention, mesh)
         model = recipe.model.build(vocab_size, recipe.train.sequence_length, attention).to(spec.precision.parameters)
     recipe.sharding.parallelize(model, mesh)
+    recipe.precision.convert(model, device)
     recipe.activation.apply(model, spec, recipe.train.sequence_length)
     if recipe.train.compile:
         # Blocks of several kinds (windows, experts), training and evaluation, and shapes all count; beyond the limit dynamo goes eager.
@@ -89,7 +90,7 @@ def check(recipe: Recipe, vocab_size: int, device: torch.device, rows: Rows | No
     with torch.device("meta"):
         model = recipe.model.build(vocab_size, recipe.train.sequence_length, recipe.attention)
     try:
-        for plugin in (recipe.sharding, recipe.activation):
+        for plugin in (recipe.precision, recipe.sharding, recipe.activation):
             plugin.check(model, recipe.mesh_shape, recipe.step_spec(device, rows), recipe.train.sequence_length)
     except UserError as error:
         section = str(error).partition(".")[0]  # the option that is at fault is named first

@@ -28,15 +28,17 @@ SHARDINGS = {
     "zero 2": ["sharding=zero", "sharding.stage=2"],
     "zero 3": ["sharding=zero", "sharding.stage=3"],
 }
-PRECISIONS = {name: [f"precision={name}"] for name in ("fp32", "bf16", "bf16_true", "fp16")}
+PRECISIONS = {name: [f"precision={name}"] for name in ("fp32", "bf16", "bf16_true", "fp16", "fp8")}
+PRECISIONS["phased"] = ["precision={name: phased, phases: [{from_step: 0, compute: bf16}, {from_step: 1, compute: fp32}]}"]
 AXES = (ACTIVATIONS, OPTIMIZERS, SHARDINGS, PRECISIONS)
 SHARED = ["train.max_steps=2", "launch.threads=1", "model.num_hidden_layers=4", "train.micro_batch_size=2"]
-TOLERANCE = {"fp32": 2e-5, "bf16": 2e-3, "bf16_true": 1e-2, "fp16": 2e-3}
+TOLERANCE = {"fp32": 2e-5, "bf16": 2e-3, "bf16_true": 1e-2, "fp16": 2e-3, "fp8": 2e-3, "phased": 2e-3}
 BY_ROWS_OR_WHOLE = ("adafactor", "adamw_8bit", "lamb", "lion_8bit", "muon")
 REFUSALS = {
     "zero joins parameters into one flat tensor": lambda o, s, p: o in BY_ROWS_OR_WHOLE and "zero" in s,
     "8-bit state comes in blocks": lambda o, s, p: o in ("adamw_8bit", "lion_8bit") and s == "tensor",
     "zero computes in float16 only on processors": lambda o, s, p: p == "fp16" and "zero" in s,
+    "DeepSpeed's engine keeps its weights for forward in one dtype": lambda o, s, p: p == "phased" and "zero" in s,
 }
 Cell = tuple[str, str, str, str]
 

@@ -74,9 +74,16 @@ def _assign(node: DictConfig, cls: type, key: str, value: Any, config: Config, p
         for inner, inner_value in value.items():
             _assign(node[key], nested, str(inner), inner_value, config, (*path, str(inner)))
         return
+    item = _item(hint)
+    if item is not None and isinstance(value, list) and all(isinstance(each, Mapping) for each in value):
+        OmegaConf.update(node, key, [OmegaConf.structured(item) for _ in value], merge=False)
+        for number, each in enumerate(value):
+            for inner, inner_value in each.items():
+                _assign(node[key][number], item, str(inner), inner_value, config, (*path, str(number), str(inner)))
+        return
     value = _as_written(value, hint, config, path)
     wrong = UserError(f"{place}: {value!r} is not of type {_type_name(hint)}")
-    if nested is not None and value is not None and not (isinstance(value, str) and "${" in value):
+    if (nested or item) is not None and value is not None and not (isinstance(value, str) and "${" in value):
         raise wrong
     kinds = _without_none(hint)
     if kinds == (bool,) and isinstance(value, int | float) and not isinstance(value, bool):
@@ -119,6 +126,12 @@ def _nested(hint: Any) -> type | None:
     """The dataclass that a hint asks for, optional or not."""
     kinds = _without_none(hint)
     return kinds[0] if len(kinds) == 1 and isinstance(kinds[0], type) and dataclasses.is_dataclass(kinds[0]) else None
+
+
+def _item(hint: Any) -> type | None:
+    """The dataclass that a hint asks for a list of."""
+    kinds = _without_none(hint)
+    return _nested(typing.get_args(kinds[0])[0]) if len(kinds) == 1 and typing.get_origin(kinds[0]) is list else None
 
 
 def variant_fields(cls: type) -> list[str]:
@@ -182,6 +195,10 @@ def _check_keys(cls: type, config: Config, path: Path, values: Mapping[str, Any]
         nested = _nested(hints[key])
         if nested is not None and isinstance(value, Mapping):
             _check_keys(nested, config, (*path, key), value)
+        item = _item(hints[key])
+        for number, each in enumerate(value if item is not None and isinstance(value, list) else ()):
+            if item is not None and isinstance(each, Mapping):
+                _check_keys(item, config, (*path, key, str(number)), each)
 
 
 def _first_line(error: Exception) -> str:

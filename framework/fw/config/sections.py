@@ -177,6 +177,10 @@ class MemorySection:
     measure_step: int = 0
     """Step, counted from 1, whose peak is measured by what it is for (weights, gradients, optimizer state, activations …), by the
     allocator's own events; 0 for none. That step is slower and counts in no rate. No effect on memory worth the name."""
+    release: bool = False
+    """Between training, validation and saving: collect garbage, and give the caching allocator's free blocks back to the GPU, freed pages
+    to the kernel. The next phase takes its bytes anew, which costs time; the summary says how many bytes and seconds. Off, only freed
+    pages of the CPU go back, after a validation."""
 
     def __post_init__(self) -> None:
         if self.budget:

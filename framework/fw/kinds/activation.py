@@ -27,3 +27,6 @@ class ActivationPlugin(Plugin):
     def apply(self, model: CausalLM, spec: StepSpec, sequence_length: int) -> None:
         """Change what the model's modules do when called; their names and parameters stay. On the meta device, on every rank alike,
         before blocks are compiled and divided."""
+
+    def change_precision(self) -> None:
+        """Called between two steps: from here on blocks compute in another dtype, so that bytes are others. On every rank."""

@@ -37,6 +37,7 @@ class StepSpec:
         device_type: what the model computes on, ``cpu`` or ``cuda``.
         lengths_vary: micro-batches have rows of different length.
         segments: batches have ``segments``: rows hold several documents, or padding.
+        phases: what ``precision`` will be one after another, the first included.
     """
 
     precision: PrecisionPolicy
@@ -49,6 +50,12 @@ class StepSpec:
     device_type: str = "cpu"
     lengths_vary: bool = False
     segments: bool = False
+    phases: tuple[PrecisionPolicy, ...] = ()
+
+    @property
+    def computes_in(self) -> frozenset[torch.dtype]:
+        """The compute dtypes of all phases."""
+        return frozenset(policy.compute for policy in (self.precision, *self.phases))
 
 
 @dataclass(frozen=True)
@@ -91,6 +98,14 @@ class Stepper(ABC):
 
     length_multiple: int = 1
     """What the length of a sequence must be a multiple of."""
+
+    def evaluation(self) -> AbstractContextManager[object]:
+        """Enter around a validation or a sampling as a whole, between two steps: weights in the compute dtype, where the policy wants
+        ``full_eval`` and forward does not see them so anyway. Left by an exception too, weights are what they were, to the bit."""
+        return nullcontext()
+
+    def change_precision(self, policy: PrecisionPolicy) -> None:  # noqa: B027
+        """Called between two steps where another of ``StepSpec.phases`` begins. Collective."""
 
     def begin_step(self, lr_factor: float) -> None:  # noqa: B027
         """Called before the first forward of a step; ``lr_factor`` is what :meth:`step` will get."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import resource
 import sys
+from pathlib import Path
 
 import torch
 
@@ -15,6 +17,16 @@ def peak_memory_bytes(device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device)
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return resident if sys.platform == "darwin" else resident * 1024
+
+
+def held_bytes(device: torch.device) -> int | None:
+    """What this process holds now, in use or not. CUDA: what the caching allocator has reserved. CPU: the resident set (Linux), None where
+    the system does not tell."""
+    if device.type == "cuda":
+        return torch.cuda.memory_reserved(device)
+    if sys.platform != "linux":
+        return None
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def malloc_in_use_bytes() -> int | None:

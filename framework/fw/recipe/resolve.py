@@ -110,6 +110,7 @@ class Recipe:
             device.type,
             rows.vary,
             rows.segments,
+            tuple(phase.policy for phase in self.precision.phases()),
         )
 
     @property

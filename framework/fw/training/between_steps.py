@@ -10,9 +10,9 @@ from pytorch_lightning.callbacks import Callback
 from fw.meter.memory import peak_memory_bytes
 from fw.meter.throughput import Rate, Throughput
 from fw.recipe import Recipe
-from fw.training.host_allocator import give_back_freed_memory
 from fw.training.module import StepOutcome, TrainingModule
 from fw.training.progress import Progress
+from fw.training.release import Release
 from fw.training.saving import Saver
 
 Row = dict[str, Any]
@@ -21,11 +21,12 @@ Row = dict[str, Any]
 class BetweenSteps(Callback):
     """Rows are written once validation had its chance to add to them, and before a checkpoint that counts on them is saved."""
 
-    def __init__(self, recipe: Recipe, progress: Progress, peak_flops: float, saver: Saver) -> None:
+    def __init__(self, recipe: Recipe, progress: Progress, peak_flops: float, saver: Saver, release: Release) -> None:
         self.throughput = Throughput()
         self.rows: list[Row] = []
         self.skipped = 0
         """Steps that were not made, since their gradient was not finite."""
+        self.release = release
         self._recipe = recipe
         self._progress = progress
         self._peak_flops = peak_flops
@@ -37,7 +38,7 @@ class BetweenSteps(Callback):
         """Lightning has set its own handlers by now; take the signals over."""
         module = _module(pl_module)
         module.stop.listen()
-        give_back_freed_memory()  # preparing data has left gaps
+        self.release.between_phases()  # preparing data has left gaps
         self._progress.start(module.start_step)
         self.throughput.start()
 
@@ -80,6 +81,8 @@ class BetweenSteps(Callback):
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Validation is no training time."""
         self.throughput.pause()
+        if self.release.thorough:
+            self.release.between_phases()
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Validation belongs to the row of its step."""
@@ -87,7 +90,7 @@ class BetweenSteps(Callback):
         if self._pending is not None and module.val_loss is not None:
             self._pending["val_loss"] = module.val_loss
             self._progress.say(f"step {self._pending['step']}: validation loss {module.val_loss:.4f}")
-        give_back_freed_memory()
+        self.release.between_phases()
         self.throughput.resume()
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
@@ -97,6 +100,9 @@ class BetweenSteps(Callback):
         step = trainer.global_step
         if every and step % every == 0 and step > module.start_step:
             self._checkpoint(module, last=False)
+        precision = self._recipe.precision
+        if step > module.start_step and (policy := precision.policy_at(step)) != precision.policy_at(step - 1):
+            self._progress.say(f"step {step + 1}: another phase, computing in {str(policy.compute).removeprefix('torch.')} from here on")
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """The last step is over."""
@@ -109,8 +115,9 @@ class BetweenSteps(Callback):
         module.stop.ignore()
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Leave the terminal and the handlers as they were."""
+        """Leave the terminal, the handlers and the weights as they were."""
         self._progress.close()
+        _module(pl_module).leave_evaluation()
         _module(pl_module).stop.ignore()
 
     def _count(self, outcome: StepOutcome) -> None:
@@ -138,6 +145,8 @@ class BetweenSteps(Callback):
         metrics: dict[str, float] = {name: float(row[name]) for name in ("loss", "val_loss") if name in row}
         with self.throughput.paused():
             self._saver.save(module, metrics, last)
+            if self.release.thorough:
+                self.release.between_phases()
 
 
 def _module(module: pl.LightningModule) -> TrainingModule:

@@ -33,6 +33,8 @@ def finish(recipe: Recipe, module: TrainingModule, between: BetweenSteps, device
         the summary, on every rank.
     """
     text = ""
+    if between.release.thorough:
+        between.release.between_phases()
     if recipe.train.sample_tokens:
         prompt = recipe.train.sample_prompt or _prompt(module.corpus)
         context = recipe.train.sequence_length
@@ -64,6 +66,8 @@ def finish(recipe: Recipe, module: TrainingModule, between: BetweenSteps, device
         "peak_memory_bytes": int(memory),
         "measured_step": _largest(module),
     }
+    if between.release.thorough:
+        summary |= _released(between, module)
     if module.val_loss is not None:
         nats = module.val_loss * (module.corpus.val_tokens - 1)
         summary["val_bits_per_byte"] = nats / math.log(2) / module.corpus.val_bytes
@@ -87,6 +91,13 @@ def _largest(module: TrainingModule) -> dict[str, Any] | None:
     *sizes, phase = module.strategy.max_on_host(values if own.peak_bytes == peak else [0.0] * len(values))
     by_category = {category: int(size) for category, size in zip(CATEGORIES, sizes, strict=True)}
     return {"step": module.recipe.memory.measure_step, "phase": phases[int(phase)], "peak_bytes": int(peak), "by_category": by_category}
+
+
+def _released(between: BetweenSteps, module: TrainingModule) -> dict[str, Any]:
+    """What memory.release did, on the rank that gave back most, and on the one that took longest. Collective."""
+    release = between.release
+    most, longest = module.strategy.max_on_host([float(-1 if release.bytes is None else release.bytes), release.seconds])
+    return {"releases": release.times, "released_bytes": None if most < 0 else int(most), "release_seconds": longest}
 
 
 def _write(recipe: Recipe, summary: dict[str, Any], text: str, least_memory: int, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -128,6 +139,9 @@ def _lines(recipe: Recipe, summary: dict[str, Any], least_memory: int) -> list[t
     peak = summary["peak_memory_bytes"]
     spread = f" (least on a rank: {format_size(least_memory)})" if recipe.world_size > 1 else ""
     lines.append(("peak memory of a rank", format_size(peak) + spread))
+    if "releases" in summary:
+        released = "not measured" if summary["released_bytes"] is None else format_size(summary["released_bytes"])
+        lines.append(("  released between phases", f"{released} in {summary['releases']} times, {summary['release_seconds']:.2f} s"))
     if measured := summary["measured_step"]:
         lines.append(
             (f"allocated at the peak of step {measured['step']}", f"{format_size(measured['peak_bytes'])}, in {measured['phase']}")

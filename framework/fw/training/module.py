@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -14,6 +14,7 @@ from torch import Tensor
 from fw.assemble import Assembly, assemble
 from fw.kinds.checkpoint import Reader
 from fw.kinds.data import Corpus, Rows
+from fw.kinds.precision import PrecisionPolicy
 from fw.meter.step_memory import StepMemory, StepMeter
 from fw.recipe import Recipe
 from fw.training import run_dir
@@ -74,6 +75,8 @@ class TrainingModule(pl.LightningModule):
         self._meter: StepMeter | None = None
         self._val_sums: list[tuple[Tensor, int]] = []
         self._targets = 0
+        self._precision = recipe.precision.policy()
+        self._evaluation = ExitStack()
 
     @property
     def assembly(self) -> Assembly:
@@ -105,6 +108,7 @@ class TrainingModule(pl.LightningModule):
 
     def close(self) -> None:
         """The run is over, or has failed."""
+        self.leave_evaluation()
         if self._assembly is not None:
             self._assembly.stepper.close()
 
@@ -145,6 +149,7 @@ class TrainingModule(pl.LightningModule):
         divisor = max(count / recipe.copies, 1.0)
         generators = GeneratorStates(self.strategy.root_device)
         lr_factor = recipe.schedule.factor(step, recipe.train.max_steps)
+        self._change_precision(recipe.precision.policy_at(step))
         stepper.begin_step(lr_factor)
         if recipe.steps_in_backward:
             self.before_update()
@@ -174,6 +179,13 @@ class TrainingModule(pl.LightningModule):
             self.trainer.should_stop = True
             self.trainer.limit_val_batches = 0  # who asked to stop does not want to wait for a validation
 
+    def _change_precision(self, policy: PrecisionPolicy) -> None:
+        """Where another phase begins, all who compute are told."""
+        if policy != self._precision:
+            self._precision = policy
+            self.assembly.stepper.change_precision(policy)
+            self.recipe.activation.change_precision()
+
     def _compute(self, micro_batches: Sequence[dict[str, Tensor]], divisor: float, watch: FirstBad | None) -> Tensor:
         """Forward and backward of the micro-batches; this rank's part of the loss.
 
@@ -197,9 +209,15 @@ class TrainingModule(pl.LightningModule):
                 self._meter.update()
         return torch.stack(parts).sum()
 
+    def leave_evaluation(self) -> None:
+        """Weights as they were before validation, also where it has failed."""
+        self._evaluation.close()
+
     def on_validation_epoch_start(self) -> None:
-        """Begin a new sum."""
+        """Begin a new sum; weights as validation sees them, once they have been copied where a checkpoint is still to be written."""
         self._val_sums = []
+        self.before_update()
+        self._evaluation.enter_context(self.assembly.stepper.evaluation())
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         """The objective's sum and count; no graph."""
@@ -210,7 +228,8 @@ class TrainingModule(pl.LightningModule):
         self._val_sums.append((loss, self._targets))
 
     def on_validation_epoch_end(self) -> None:
-        """The mean over all tokens of all ranks."""
+        """Weights as they were; the mean over all tokens of all ranks."""
+        self.leave_evaluation()
         local = [
             float(sum(loss.double() for loss, _ in self._val_sums)),
             float(sum(count for _, count in self._val_sums)),

@@ -41,6 +41,7 @@ from fw.training.loading import loader
 from fw.training.module import TrainingModule
 from fw.training.nonfinite import Nonfinite
 from fw.training.progress import Progress
+from fw.training.release import Release
 from fw.training.rng import seed_all
 from fw.training.same_run import begun_by_this_torchrun, check_same_run, held, note_starter
 from fw.training.same_tokenizer import foreign
@@ -157,8 +158,8 @@ def _train_joined(recipe: Recipe, world: World, strategy: MeshStrategy, corpus: 
     module.nonfinite = Nonfinite(recipe, saver, strategy.ranks, progress.say)
     if not outcome.launched_by_fw() and world.local_rank == 0:  # else the launching process has prepared this host
         module.prepare = lambda: recipe.sharding.prepare(recipe.step_spec(device), _say)
-    compute = recipe.precision.policy().compute
-    between = BetweenSteps(recipe, progress, peak_flops(device, compute) * world.size, saver)
+    fastest = max(peak_flops(device, dtype) for dtype in recipe.step_spec(device).computes_in)
+    between = BetweenSteps(recipe, progress, fastest * world.size, saver, Release(device, recipe.memory.release))
     loggers = [p.build(recipe.run_dir, recipe.config.name, start_step) for p in recipe.loggers] if world.is_first else []
     trainer = pl.Trainer(
         accelerator=device.type,

@@ -34,18 +34,19 @@ def sample(
     ids = tokenizer.encode(prompt, add_special_tokens=False) or _beginning(tokenizer)
     produced: list[int] = []
     stepper.module.eval()
-    for _ in range(tokens):
-        window = (ids + produced)[-context:]
-        beyond = -len(window) % stepper.length_multiple  # nothing before them sees them
-        with stepper.whole_sequences(), stepper.forward_context():
-            logits_1LV = stepper.module(torch.tensor([window + [0] * beyond], device=device))
-        logits_V = logits_1LV[0, len(window) - 1].float().cpu()[: tokenizer.vocab_size]
-        values, choices = (logits_V / temperature).topk(min(top_k, len(logits_V)))
-        choice = int(choices[torch.multinomial(values.softmax(-1), 1, generator=generator)])
-        choice = agree(choice)
-        if choice == tokenizer.eos_id:
-            break
-        produced.append(choice)
+    with stepper.evaluation():
+        for _ in range(tokens):
+            window = (ids + produced)[-context:]
+            beyond = -len(window) % stepper.length_multiple  # nothing before them sees them
+            with stepper.whole_sequences(), stepper.forward_context():
+                logits_1LV = stepper.module(torch.tensor([window + [0] * beyond], device=device))
+            logits_V = logits_1LV[0, len(window) - 1].float().cpu()[: tokenizer.vocab_size]
+            values, choices = (logits_V / temperature).topk(min(top_k, len(logits_V)))
+            choice = int(choices[torch.multinomial(values.softmax(-1), 1, generator=generator)])
+            choice = agree(choice)
+            if choice == tokenizer.eos_id:
+                break
+            produced.append(choice)
     return tokenizer.decode(produced, skip_special_tokens=True)
 
 

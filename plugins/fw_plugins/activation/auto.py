@@ -44,6 +44,7 @@ class Auto(ActivationPlugin):
     api = 1
     Config = AutoConfig
     config: AutoConfig
+    _chooser: _Chooser | None = None
 
     def check(self, model: CausalLM, mesh_shape: Mapping[str, int], spec: StepSpec, sequence_length: int) -> None:
         """A choice made for the first shape holds for no longer one, and ranks with different choices would wait for each other."""
@@ -56,9 +57,14 @@ class Auto(ActivationPlugin):
     def apply(self, model: CausalLM, spec: StepSpec, sequence_length: int) -> None:
         """Blocks get their choice when all have been seen."""
         blocks = model.blocks
-        chooser = _Chooser(parse_size(self.config.budget), len(blocks))
+        self._chooser = chooser = _Chooser(parse_size(self.config.budget), len(blocks))
         for number, block in enumerate(blocks):
             block.forward = chooser.chosen(number, block, block.forward)
+
+    def change_precision(self) -> None:
+        """The next forward is observed anew, and what follows chosen by it."""
+        if self._chooser is not None:
+            self._chooser.forget()
 
 
 class _Chooser:
@@ -66,6 +72,7 @@ class _Chooser:
         self._budget_bytes = budget_bytes
         self._profiles: list[BlockProfile | None] = [None] * blocks
         self._forwards: list[Callable[..., Any]] = []
+        self._observing: list[Callable[..., Any]] = []
         self._making: list[Callable[[Choice], Callable[..., Any]]] = []
 
     def chosen(self, number: int, block: torch.nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -82,9 +89,15 @@ class _Chooser:
             return again(*args, **kwargs)
 
         again = recomputing(block, forward)
-        self._forwards.append(torch.compiler.disable(observed))
+        self._observing.append(torch.compiler.disable(observed))
+        self._forwards.append(self._observing[number])
         self._making.append(lambda choice: _as_chosen(choice, block, forward))
         return lambda *args, **kwargs: self._forwards[number](*args, **kwargs)
+
+    def forget(self) -> None:
+        """Observe again from the next forward on."""
+        self._profiles = [None] * len(self._profiles)
+        self._forwards = list(self._observing)
 
     def _decide(self, profiles: Sequence[BlockProfile]) -> None:
         least = least_bytes(profiles)

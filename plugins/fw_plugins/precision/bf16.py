@@ -16,6 +16,9 @@ class BF16Config:
 
     accumulate: Literal["fp32", "bf16"] = "fp32"
     """Dtype of gradients between their micro-batches and the step: `bf16` takes half the bytes, and rounds each sum to 8 bits."""
+    full_eval: bool = False
+    """Validate and sample on weights converted to bf16 once, without autocast: activations between layers take half the bytes. On a GPU
+    the fp32 weights wait in host memory meanwhile, 4 bytes per parameter. `fsdp` and `zero` do not differ by it."""
 
 
 class BF16(PrecisionPlugin):
@@ -28,4 +31,4 @@ class BF16(PrecisionPlugin):
     def policy(self) -> PrecisionPolicy:
         """The dtypes."""
         accumulate = torch.bfloat16 if self.config.accumulate == "bf16" else torch.float32
-        return PrecisionPolicy(parameters=torch.float32, compute=torch.bfloat16, reduce=torch.float32, accumulate=accumulate)
+        return PrecisionPolicy(torch.float32, torch.bfloat16, torch.float32, accumulate=accumulate, full_eval=self.config.full_eval)

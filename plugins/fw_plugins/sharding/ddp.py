@@ -21,7 +21,7 @@ from fw.kinds.sharding import REPLICATE, KeptTensors, ShardingPlugin, Stepper, S
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import GradBucket
 
-from fw_plugins.sharding import offloaded
+from fw_plugins.sharding import casting, offloaded
 from fw_plugins.sharding.torch_stepper import TorchStepper
 
 
@@ -58,7 +58,8 @@ class DDP(ShardingPlugin):
         return {REPLICATE: world_size}
 
     def check(self, model: CausalLM, mesh_shape: Mapping[str, int], spec: StepSpec, sequence_length: int) -> None:
-        """Tiers of offload."""
+        """Dtypes and tiers of offload."""
+        casting.check(spec)
         if spec.precision.accumulates_apart and spec.offload.gradients == "device":
             raise UserError(
                 "precision.accumulate: ddp sums gradients up in the buckets it averages, as wide as parameters; use sharding=fsdp"

@@ -12,13 +12,14 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 
 from fw.errors import UserError
 from fw.kinds.attention import AttentionPlugin
 from fw.kinds.model import CausalLM, Give
+from fw.kinds.precision import PrecisionPolicy
 from fw.kinds.sharding import CONTEXT, REPLICATE, SHARD, TENSOR, ShardingPlugin, Stepper, StepSpec
-from fw_plugins.sharding import context_parallel, offloaded, tensor_parallel
+from fw_plugins.sharding import context_parallel, fsdp_dtypes, offloaded, tensor_parallel
 from fw_plugins.sharding.torch_stepper import TorchStepper
 
 
@@ -107,6 +108,8 @@ class FSDP(ShardingPlugin):
 
     def check(self, model: CausalLM, mesh_shape: Mapping[str, int], spec: StepSpec, sequence_length: int) -> None:
         """Sizes that tensor and context parallelism divide; tiers of offload."""
+        if len(spec.computes_in) > 1:
+            fsdp_dtypes.check()
         parts = math.prod(size for name, size in mesh_shape.items() if name != REPLICATE)
         offloaded.check(spec, model, parts, gathers=True)
         tensor, context = mesh_shape.get(TENSOR, 1), mesh_shape.get(CONTEXT, 1)
@@ -159,10 +162,7 @@ class FSDP(ShardingPlugin):
         assert self._parameter_mesh is not None
         names = self._parameter_mesh.mesh_dim_names or ()
         data = self._parameter_mesh[tuple(name for name in names if name != TENSOR)]
-        policy = spec.precision
-        dtypes = MixedPrecisionPolicy()
-        if policy.compute != policy.parameters or policy.reduce != policy.parameters:
-            dtypes = MixedPrecisionPolicy(param_dtype=policy.compute, reduce_dtype=policy.reduce)
+        dtypes = fsdp_dtypes.mixed_precision(spec.precision)
         reshard = self.config.reshard_after_forward
         # Parameters on the host take gradients and the step with them. On the CPU they are there already.
         tier = CPUOffloadPolicy(pin_memory=True) if _on_host(spec) else OffloadPolicy()
@@ -209,6 +209,14 @@ class _FSDPStepper(TorchStepper):
     def forward_context(self) -> AbstractContextManager[object]:
         # The mixed-precision policy casts each block's parameters as it gathers them.
         return nullcontext()
+
+    def evaluation(self) -> AbstractContextManager[object]:
+        # Forward sees gathered weights, and all that passes between blocks, in the compute dtype anyway.
+        return nullcontext()
+
+    def change_precision(self, policy: PrecisionPolicy) -> None:
+        super().change_precision(policy)
+        fsdp_dtypes.change(self._model, policy)
 
     @contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fw.errors import UserError
 from fw.kinds.model import CausalLM
 from fw.kinds.sharding import ShardingPlugin, Stepper, StepSpec
-from fw_plugins.sharding import offloaded
+from fw_plugins.sharding import casting, offloaded
 from fw_plugins.sharding.torch_stepper import TorchStepper
 
 
@@ -25,7 +25,8 @@ class SingleRank(ShardingPlugin):
         return {}
 
     def check(self, model: CausalLM, mesh_shape: Mapping[str, int], spec: StepSpec, sequence_length: int) -> None:
-        """Tiers of offload."""
+        """Dtypes and tiers of offload."""
+        casting.check(spec)
         offloaded.check(spec, model, parts=1, gathers=False)
 
     def shard(self, model: CausalLM, mesh: DeviceMesh | None, spec: StepSpec) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -13,8 +13,9 @@ from fw.errors import RunError
 from fw.kinds.model import CausalLM, Give
 from fw.kinds.offload import OffloadPolicy
 from fw.kinds.optimizer import OptimizerSpec
-from fw.kinds.precision import LossScaling
+from fw.kinds.precision import LossScaling, PrecisionPolicy
 from fw.kinds.sharding import KeptTensors, Stepper, StepResult, StepSpec
+from fw_plugins.sharding.evaluating import weights_in
 from fw_plugins.sharding.norm import GradientNorm, global_norm
 from fw_plugins.sharding.offloaded import OffloadedOptimizer, placed_like
 from fw_plugins.sharding.parts import local_part
@@ -151,6 +152,7 @@ class TorchStepper(Stepper):
     def __init__(self, model: CausalLM, spec: StepSpec, replicas: int = 1) -> None:
         self._model = model
         self._policy = spec.precision
+        self._weights_converted = False
         self._clip_norm = spec.clip_norm
         self._replicas = replicas
         self._scale = LossScale(spec.precision.loss_scaling)
@@ -185,9 +187,27 @@ class TorchStepper(Stepper):
 
     def forward_context(self) -> AbstractContextManager[object]:
         """Autocast where compute has another dtype than the parameters."""
-        if self._policy.compute == self._policy.parameters:
+        if self._policy.compute == self._policy.parameters or self._weights_converted:
             return nullcontext()
         return torch.autocast(self._device.type, dtype=self._policy.compute)
+
+    def evaluation(self) -> AbstractContextManager[object]:
+        """Weights converted, where the policy wants that; those proper wait on the host where the device is another."""
+        wanted = self._policy.full_eval and self._policy.compute != self._policy.parameters
+        return self._converted() if wanted else nullcontext()
+
+    @contextmanager
+    def _converted(self) -> Iterator[None]:
+        with weights_in(self._model, self._policy.compute, leave_device=self._device.type != "cpu"):
+            self._weights_converted = True
+            try:
+                yield
+            finally:
+                self._weights_converted = False
+
+    def change_precision(self, policy: PrecisionPolicy) -> None:
+        """Autocast to another dtype, or none."""
+        self._policy = policy
 
     def micro_batch(self, last: bool) -> AbstractContextManager[object]:
         """Nothing to hold back."""

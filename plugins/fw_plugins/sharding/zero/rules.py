@@ -59,8 +59,10 @@ def _precision(spec: StepSpec) -> None:
     policy = spec.precision
     if policy.accumulates_apart:
         raise UserError("precision.accumulate: zero sums gradients up in the parameters' dtype; leave it out, or use sharding=fsdp")
+    if len(spec.computes_in) > 1:
+        raise UserError("precision.phases: DeepSpeed's engine keeps its weights for forward in one dtype; use sharding=fsdp, ddp or single")
     if (policy.parameters, policy.compute) not in ((FP32, FP32), (FP32, BF16), (FP32, FP16), (BF16, BF16)):
-        raise UserError("zero knows the precisions fp32, bf16, bf16_true and fp16 only; use one of these, or sharding=fsdp")
+        raise UserError("zero knows the precisions fp32, bf16, bf16_true, fp16 and fp8 only; use one of these, or sharding=fsdp")
     if policy.parameters == BF16 and spec.offload.optimizer != "device":
         raise UserError("zero keeps fp32 weights for an optimizer that is offloaded; use precision=bf16, or offload.optimizer=device")
     scaling = policy.loss_scaling
