@@ -100,7 +100,9 @@ def check_input(recipe: Recipe, device: torch.device | None = None) -> Reader | 
         UserError: the input is wrong.
     """
     corpus, vocab_size = _open_data(recipe, say=_say)
-    check(recipe, vocab_size, device or torch.device("cpu" if recipe.launch.accelerator == "cpu" else "cuda"))
+    runs_on = device or torch.device("cpu" if recipe.launch.accelerator == "cpu" else "cuda")
+    check(recipe, vocab_size, runs_on)
+    _note(recipe, runs_on)
     return resume.find(recipe, corpus, OneRank(), _say)
 
 
@@ -112,6 +114,8 @@ def _train_rank(recipe: Recipe, world: World) -> TrainResult:
     corpus, vocab_size = _open_data(recipe, say=_say if world.is_first else _say_nothing)
     if not outcome.launched_by_fw():  # else the launching process has done so
         check(recipe, vocab_size, device)
+        if world.is_first:
+            _note(recipe, device)
     timeout = recipe.launch.timeout
     strategy = MeshStrategy(world, recipe.mesh_shape, device, timeout, recipe.checkpoint.config.timeout or timeout)
     strategy.join()
@@ -228,6 +232,11 @@ def _open_data(recipe: Recipe, say: Any) -> tuple[Corpus, int]:
     if note := foreign(recipe.model.weights, corpus.tokenizer):
         say(f"warning: {note}")
     return corpus, own or needed
+
+
+def _note(recipe: Recipe, device: torch.device) -> None:
+    if note := recipe.step_spec(device).optimizer.note:
+        _say(note)
 
 
 def _device(recipe: Recipe, world: World) -> torch.device:
