@@ -189,7 +189,7 @@ def test_a_run_under_fsdp_with_everything_away(workspace):
     """Two ranks, resumed once, against the same run with everything in place."""
     two = ("sharding=fsdp", "launch.devices=2", "train.max_steps=6")
     fw("train", "tiny.yaml", *two, "train.run_dir=plain").ok()
-    away = ("offload.optimizer=nvme", "offload.activations=nvme", "offload.activations_above=1KiB", "offload.path=disk")
+    away = ("offload.optimizer=nvme", "offload.activations=nvme", "offload.activations_above=1KiB", "offload.path=disk", "activation=sqrt")
     fw("train", "tiny.yaml", *two, *away, "train.max_steps=3", "train.save_every=3").ok()
     fw("train", "tiny.yaml", *two, *away, "resume=auto").ok()
     assert column("run", "loss") == column("plain", "loss")

@@ -119,7 +119,7 @@ class Prefetcher:
     def visit(self, number: int) -> Visit:
         """A forward of block ``number`` begins.
 
-        Tensors of the block before the last one are given up, which were held for their copy: never more than two blocks' worth wait for it.
+        Tensors of the block before the last one are given up, which were held for their copy: no more than two blocks' worth wait for it.
         """
         while len(self._leaving) > 1:
             if (settling := self._leaving.popleft()()) is not None:

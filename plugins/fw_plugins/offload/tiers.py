@@ -28,9 +28,9 @@ class TiersConfig:
     activations_above: str = "64KiB"
     """Activations below this stay on the device: too many copies for too few bytes."""
     activations_prefetch: int = 1
-    """Blocks whose activations are brought back in backward while a later one is computed. Each of them, and that one, takes the bytes that a
-    block keeps: on the device (`cpu`) or in host memory (`nvme`). 0 brings each tensor when it is asked for: least memory, and backward
-    waits for every copy."""
+    """Blocks whose activations are brought back in backward while a later one is computed. Each of them, and that one, takes the bytes
+    that a block keeps: on the device (`cpu`) or in host memory (`nvme`). 0 brings each tensor when it is asked for: least memory, and
+    backward waits for every copy."""
     path: str = ""
     """Directory on the disk for `nvme`; before the run starts it is tried, and its free space compared with what the state will take."""
 
