@@ -82,6 +82,7 @@ def check(recipe: Recipe, vocab_size: int, device: torch.device) -> None:
         spec = recipe.step_spec(device)
         for plugin in (recipe.sharding, recipe.activation):
             plugin.check(model, recipe.mesh_shape, spec, recipe.train.sequence_length)
+        recipe.attention.check(model, spec)
         recipe.optimizer.check(spec.device_type, spec.offload)
     except UserError as error:
         section = str(error).partition(".")[0]  # the option that is at fault is named first
