@@ -71,10 +71,7 @@ def _offloading(
 
         # Where forward is compiled from inside, the hooks are not to be.
         with saved_tensors_hooks(torch.compiler.disable(pack), torch.compiler.disable(unpack)):
-            try:
-                return forward(*args, **kwargs)
-            finally:
-                parcels.clear()  # the graph keeps the hooks; of what is stored each operation keeps its own
+            return forward(*args, **kwargs)
 
     # The hooks are set outside what is compiled; inside, they see what the compiled forward saves.
     outside: Callable[..., Any] = torch.compiler.disable(offloading, recursive=False)

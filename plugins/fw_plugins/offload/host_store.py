@@ -13,11 +13,11 @@ class Copy:
     """A copy under way on a stream of its own, whose order the allocator does not know."""
 
     def __init__(self, done: torch.cuda.Event, compute: torch.cuda.Stream) -> None:
-        self.done, self._compute = done, compute
+        self._done, self._compute = done, compute
 
     def wait(self) -> None:
         """What is computed from here on comes after it; the host does not wait."""
-        self._compute.wait_event(self.done)
+        self._compute.wait_event(self._done)
 
 
 class Lane:
@@ -26,15 +26,13 @@ class Lane:
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
 
-    def copy(self, target: Tensor, source: Tensor, after: Copy | None = None) -> Copy:
+    def copy(self, target: Tensor, source: Tensor) -> Copy:
         """Fill ``target`` once ``source`` is computed, and once nothing that was computed before uses the memory of ``target``.
 
         Both must live until something waits for the copy: the allocator knows them as tensors of the computing stream.
         """
         compute = torch.cuda.current_stream(self._stream.device)
         self._stream.wait_stream(compute)
-        if after is not None:
-            self._stream.wait_event(after.done)
         with torch.cuda.stream(self._stream):
             target.copy_(source, non_blocking=True)
         return Copy(self._stream.record_event(), compute)
@@ -92,9 +90,10 @@ class OnHost(Stored):
         """A copy back, or the tensor itself where that has not gone yet."""
         if self._here is not None:
             return _Here(self, self._here)
+        # It has been settled: computation has waited for the host to have the values, and the copy back waits for computation.
         # Compiled code counts on the strides, gaps included.
         back = torch.empty_strided(self._host.shape, self._stride, dtype=self._host.dtype, device=self._device)
-        return _Back(self, back, self._store.lane("back", self._device).copy(back, self._host, self._leaving))
+        return _Back(self, back, self._store.lane("back", self._device).copy(back, self._host))
 
     def __del__(self) -> None:
         self.settle()  # a graph that is dropped; before the memory is another's, the copy must be done
