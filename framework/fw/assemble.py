@@ -90,8 +90,11 @@ def check(recipe: Recipe, vocab_size: int, device: torch.device, rows: Rows | No
     with torch.device("meta"):
         model = recipe.model.build(vocab_size, recipe.train.sequence_length, recipe.attention)
     try:
+        spec = recipe.step_spec(device, rows)
         for plugin in (recipe.precision, recipe.sharding, recipe.activation):
-            plugin.check(model, recipe.mesh_shape, recipe.step_spec(device, rows), recipe.train.sequence_length)
+            plugin.check(model, recipe.mesh_shape, spec, recipe.train.sequence_length)
+        recipe.attention.check(model, spec)
+        recipe.optimizer.check(spec.device_type, spec.offload)
     except UserError as error:
         section = str(error).partition(".")[0]  # the option that is at fault is named first
         raise UserError(f"{recipe.config.origin((section if section in recipe.tree else 'sharding',))}: {error}") from None

@@ -16,7 +16,20 @@ from distributed.ranks import run_ranks
 ACTIVATIONS = {name: [f"activation={name}"] for name in ("none", "full", "every_n", "ratio", "sqrt", "selective", "modules")}
 ACTIVATIONS["auto"] = ["activation={name: auto, budget: 400KiB}"]
 OPTIMIZERS = {
-    name: [f"optimizer={name}"] for name in ("adafactor", "adamw", "adamw_8bit", "adamw_bf16", "lamb", "lion", "lion_8bit", "muon", "sgd")
+    name: [f"optimizer={name}"]
+    for name in (
+        "adafactor",
+        "adamw",
+        "adamw_8bit",
+        "adamw_bf16",
+        "lamb",
+        "lion",
+        "lion_8bit",
+        "muon",
+        "paged_adamw_8bit",
+        "paged_adamw_32bit",
+        "sgd",
+    )
 }
 SHARDINGS = {
     "single": ["sharding=single"],
@@ -33,10 +46,11 @@ PRECISIONS["phased"] = ["precision={name: phased, phases: [{from_step: 0, comput
 AXES = (ACTIVATIONS, OPTIMIZERS, SHARDINGS, PRECISIONS)
 SHARED = ["train.max_steps=2", "launch.threads=1", "model.num_hidden_layers=4", "train.micro_batch_size=2"]
 TOLERANCE = {"fp32": 2e-5, "bf16": 2e-3, "bf16_true": 1e-2, "fp16": 2e-3, "fp8": 2e-3, "phased": 2e-3}
-BY_ROWS_OR_WHOLE = ("adafactor", "adamw_8bit", "lamb", "lion_8bit", "muon")
+BY_ROWS_OR_WHOLE = ("adafactor", "adamw_8bit", "lamb", "lion_8bit", "muon", "paged_adamw_8bit")
 REFUSALS = {
     "zero joins parameters into one flat tensor": lambda o, s, p: o in BY_ROWS_OR_WHOLE and "zero" in s,
-    "8-bit state comes in blocks": lambda o, s, p: o in ("adamw_8bit", "lion_8bit") and s == "tensor",
+    "8-bit state comes in blocks": lambda o, s, p: o in ("adamw_8bit", "lion_8bit", "paged_adamw_8bit") and s == "tensor",
+    "DeepSpeed places optimizer state itself": lambda o, s, p: o == "paged_adamw_32bit" and "zero" in s,
     "zero computes in float16 only on processors": lambda o, s, p: p == "fp16" and "zero" in s,
     "DeepSpeed's engine keeps its weights for forward in one dtype": lambda o, s, p: p == "phased" and "zero" in s,
 }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 
@@ -9,7 +11,9 @@ from fw.kinds.attention import Pattern
 from fw.meter.allocations import allocations
 from fw_plugins.attention.chunked import ChunkedAttention, ChunkedConfig
 from fw_plugins.attention.eager import EagerAttention
+from fw_plugins.attention.flash_attn import FlashAttention, FlashAttentionConfig
 from fw_plugins.attention.sdpa import SDPAttention
+from models import flash_attn_stand_in
 
 SCALE = 0.3
 SEGMENTS = [[0, 0, 1, 1, 1, 2, 2, 2, 2], [1, 1, 1, 1, 1, 1, 2, 3, 3]]
@@ -33,7 +37,16 @@ def chunked(queries: int = 4):
     return lambda _: ChunkedAttention(ChunkedConfig(queries))
 
 
-PLUGINS = {"sdpa": SDPAttention, "eager": EagerAttention, "chunked": chunked(), "in one chunk": chunked(9)}
+def flash(_=None):
+    return FlashAttention(FlashAttentionConfig())
+
+
+PLUGINS = {"sdpa": SDPAttention, "eager": EagerAttention, "chunked": chunked(), "in one chunk": chunked(9), "flash_attn": flash}
+
+
+@pytest.fixture(autouse=True)
+def stand_in(monkeypatch):
+    monkeypatch.setitem(sys.modules, "flash_attn", flash_attn_stand_in)
 
 
 @pytest.mark.parametrize("plugin", PLUGINS.values(), ids=PLUGINS)
@@ -48,7 +61,7 @@ def test_equals_the_definition(plugin, kv_heads, window, segments, softcap):
     made = plugin(None)
     plan = made.plan(Pattern(9, window, None if segments is None else torch.tensor(segments)), torch.device("cpu"))
     out = made.attend(q, k, v, plan, scale=SCALE, softcap=softcap)
-    atol = 1e-12 if plugin is SDPAttention and not softcap else 1e-6  # others take their softmax in fp32
+    atol = 1e-12 if plugin is flash or (plugin is SDPAttention and not softcap) else 1e-6  # others take their softmax in fp32
     torch.testing.assert_close(out, by_hand(q, k, v, window, segments, softcap), atol=atol, rtol=0)
 
 
@@ -64,9 +77,9 @@ def test_dropout_drops_and_keeps_the_mean(plugin):
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("segments", [None, SEGMENTS], ids=["one document", "several"])
 @pytest.mark.parametrize("softcap", [None, 0.5])
-def test_chunks_have_the_gradients_of_the_whole(window, segments, softcap):
+def test_gradients_are_those_of_scores_written_out(window, segments, softcap):
     found = []
-    for plugin in (EagerAttention, chunked(2), chunked(4)):
+    for plugin in (EagerAttention, chunked(2), chunked(4), flash):
         generator = torch.Generator().manual_seed(0)
         q = torch.randn(2, 4, 9, 6, generator=generator).requires_grad_()
         k, v = (torch.randn(2, 2, 9, 6, generator=generator).requires_grad_() for _ in range(2))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,7 +32,9 @@ from fw_plugins.activation.keeping import keeping
 from fw_plugins.activation.recompute import recompute
 from fw_plugins.attention.chunked import ChunkedAttention, ChunkedConfig
 from fw_plugins.attention.sdpa import SDPAttention
-from fw_plugins.offload import activations as offloaded
+from fw_plugins.offload.activations import offload
+from fw_plugins.offload.disk_store import DiskStore
+from fw_plugins.offload.prefetch import Stored
 
 CPU = torch.device("cpu")
 FP32 = PrecisionPolicy(torch.float32, torch.float32, torch.float32)
@@ -185,19 +188,51 @@ def test_memory_falls_in_the_order_of_theory():
     assert full < selective < half
 
 
-def test_what_offload_sees_of_a_recomputed_block_is_its_input():
+def offloaded(model: CausalLM, directory: Path, ahead: int) -> list[Tensor]:
+    """Have a model's blocks put what they save on a disk; what they put there is noted."""
     stored: list[Tensor] = []
 
-    def store(tensor: Tensor) -> Callable[[torch.device], Tensor]:
-        stored.append(tensor)
-        return lambda device: tensor.clone()
+    class Noting(DiskStore):
+        def __call__(self, tensor: Tensor) -> Stored:
+            stored.append(tensor)
+            return super().__call__(tensor)
 
-    model = build("llama", "full")
-    for block in model.blocks:
-        block.forward = offloaded._offloading(block, block.forward, store, 1024)
+    offload(model.blocks, Noting(directory), 1024, ahead)
+    return stored
+
+
+def test_what_offload_sees_of_a_recomputed_block_is_its_input(tmp_path):
+    for name, blocks in (("full", 5), ("sqrt", 2)):
+        model = build("llama", name)
+        stored = offloaded(model, tmp_path, 1)
+        found = gradients(model)
+        assert all(torch.equal(found[key], value) for key, value in plain("llama").items()), name
+        assert [tuple(tensor.shape) for tensor in stored] == [(2, LENGTH, 32)] * blocks, name
+
+
+@pytest.mark.parametrize("architecture", ["dropout", "chunked", "mixtral"])
+@pytest.mark.parametrize("name", ["none", *PLUGINS])
+def test_offloaded_blocks_recompute_the_same_bits(tmp_path, name, architecture):
+    model = build(architecture, name, **PLUGINS.get(name, {}))
+    stored = offloaded(model, tmp_path, 1)
+    for _ in range(2):
+        found = gradients(model)
+        assert all(torch.equal(found[key], value) for key, value in plain(architecture).items())
+        model.zero_grad()
+    assert stored
+
+
+def test_a_segment_broken_off_between_its_blocks_leaves_nothing_on_the_stack():
+    model = build("llama", "sqrt")
+    rope = model.config.rope(0).angles(torch.arange(LENGTH)[None])
+    first, second, *_ = model.blocks
+    first(torch.ones(1, LENGTH, 32), rope, None)
+    with pytest.raises(RunError, match="does more between its blocks"):
+        second(torch.ones(1, LENGTH, 32), rope, None)
+    first(torch.ones(1, LENGTH, 32), rope, None)
     found = gradients(model)
     assert all(torch.equal(found[key], value) for key, value in plain("llama").items())
-    assert [tuple(tensor.shape) for tensor in stored] == [(2, LENGTH, 32)] * 5
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
 
 
 def test_compiled_blocks_recompute_too():

@@ -3,12 +3,31 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import ClassVar
 
 from fw.kinds.model import CausalLM
 from fw.kinds.sharding import StepSpec
 from fw.registry import Plugin
+
+_repeats: ContextVar[bool] = ContextVar("fw.repeats", default=False)
+
+
+def repeats() -> bool:
+    """Whether blocks are being called again in backward. What looks at what forward saves leaves such a call alone."""
+    return _repeats.get()
+
+
+@contextmanager
+def repeating() -> Iterator[None]:
+    """Within it, blocks are called again."""
+    before = _repeats.set(True)
+    try:
+        yield
+    finally:
+        _repeats.reset(before)
 
 
 class ActivationPlugin(Plugin):

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from fw.registry import Plugin
+
+if TYPE_CHECKING:
+    from fw.kinds.model import CausalLM
+    from fw.kinds.sharding import StepSpec
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,13 @@ class AttentionPlugin(Plugin):
     hf_name: ClassVar[str] = ""
     """What transformers calls the same computation (``attn_implementation``), for models whose attention is transformers' own; empty
     where it has none."""
+
+    def check(self, model: CausalLM, spec: StepSpec) -> None:
+        """Refuse what cannot be computed, before any rank starts. ``model`` is on the meta device; the ranks' devices may be elsewhere.
+
+        Raises:
+            UserError: with what would work.
+        """
 
     @abstractmethod
     def plan(self, pattern: Pattern, device: torch.device) -> Any:

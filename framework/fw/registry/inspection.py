@@ -86,7 +86,9 @@ def _inspect(entry: Entry) -> Listing:
         packages = _literal(found, "packages", {})
         if not isinstance(packages, dict):
             return Listing(entry, None, summary, "broken: 'packages' is no mapping of import names to what pip installs")
-    problem = missing_packages(packages) or _import_problem(tree, entry)
+    missing = missing_packages(packages)
+    otherwise = _literal(found, "otherwise", "") if found is not None and missing else ""
+    problem = f"{missing}{otherwise and f' {otherwise}'}" or _import_problem(tree, entry)
     return Listing(entry, api, summary, problem)
 
 

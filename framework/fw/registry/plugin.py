@@ -46,6 +46,8 @@ class Plugin:
     """A dataclass: fields typed, each with a docstring that gives unit and effect on memory. Schema, help and documentation in one."""
     packages: ClassVar[dict[str, str]] = {}
     """Import name → what to ``pip install`` for it, for packages fw itself does not depend on. Checked before the import."""
+    otherwise: ClassVar[str] = ""
+    """What else there is to do or to know where a package is missing; ends the sentence that gives the pip command."""
     requires: ClassVar[tuple[Requires, ...]] = ()
     conflicts: ClassVar[tuple[Conflicts, ...]] = ()
 

@@ -101,7 +101,9 @@ def check_input(recipe: Recipe, device: torch.device | None = None) -> Reader | 
         UserError: the input is wrong.
     """
     corpus, batches, vocab_size = _open_data(recipe, say=_say)
-    check(recipe, vocab_size, device or torch.device("cpu" if recipe.launch.accelerator == "cpu" else "cuda"), batches.rows)
+    runs_on = device or torch.device("cpu" if recipe.launch.accelerator == "cpu" else "cuda")
+    check(recipe, vocab_size, runs_on, batches.rows)
+    _note(recipe, runs_on)
     return resume.find(recipe, corpus, OneRank(), _say)
 
 
@@ -114,6 +116,8 @@ def _train_rank(recipe: Recipe, world: World) -> TrainResult:
     corpus, batches, vocab_size = _open_data(recipe, say=_say if says else _say_nothing)
     if not outcome.launched_by_fw():
         check(recipe, vocab_size, device, batches.rows)
+        if world.is_first:
+            _note(recipe, device)
     timeout = recipe.launch.timeout
     strategy = MeshStrategy(world, recipe.mesh_shape, device, timeout, recipe.checkpoint.config.timeout or timeout)
     strategy.join()
@@ -227,6 +231,11 @@ def _open_data(recipe: Recipe, say: Any) -> tuple[Corpus, Batches, int]:
     if note := foreign(recipe.model.weights, corpus.tokenizer):
         say(f"warning: {note}")
     return corpus, arrange(recipe, corpus, say), own or needed
+
+
+def _note(recipe: Recipe, device: torch.device) -> None:
+    if note := recipe.step_spec(device).optimizer.note:
+        _say(note)
 
 
 def _device(recipe: Recipe, world: World) -> torch.device:

@@ -99,7 +99,7 @@ class _Forward(TorchDispatchMode):
             return op(*args, **kwargs)
         if not keep:
             return op(*args, **kwargs)
-        if torch.Tag.nondeterministic_seeded not in op.tags:
+        if op.namespace == "aten" and torch.Tag.nondeterministic_seeded not in op.tags:  # other libraries' need not say so
             out, random = op(*args, **kwargs), None
         else:
             before = _Random((args, kwargs))

@@ -114,5 +114,11 @@ class _Recorder(TorchDispatchMode):
 def _flops(packet: Any, args: Any, kwargs: Any, out: Any) -> int:
     if str(packet) == _CPU_FLASH:  # torch counts those of GPUs only
         return flop_counter.sdpa_flop_count(*(tensor.shape for tensor in args[:3]))
+    if str(packet) == "flash_attn._flash_attn_forward":
+        q_BLNH, k_BLKH = args[:2]
+        return 4 * q_BLNH.numel() * k_BLKH.shape[1]
+    if str(packet) == "flash_attn._flash_attn_varlen_forward":
+        q_TNH, longest = args[0], args[6]
+        return int(4 * q_TNH.numel() * longest)  # as if all documents were as long as the longest
     count = flop_counter.flop_registry.get(packet)
     return 0 if count is None else count(*args, **kwargs, out_val=out)

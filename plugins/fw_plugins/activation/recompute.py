@@ -11,6 +11,9 @@ from torch import Tensor, nn
 from torch.utils import checkpoint as torch_checkpoint
 
 from fw.errors import RunError
+from fw.kinds.activation import repeating
+
+_autograd = torch._C._autograd
 
 Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
 """Makes what forward and its repetition run under."""
@@ -74,26 +77,32 @@ def recompute_together(blocks: Sequence[nn.Module]) -> None:
 
 
 class _Segment:
-    """The region begins in the first block's forward and ends with the last one's, so that whatever walks the blocks need not know."""
+    """The region begins in the first block's forward and ends with the last one's, so that whatever walks the blocks need not know.
+
+    Between blocks it takes its saved-tensor hooks off the stack: others set theirs around each block, and the last set goes first.
+    """
 
     def __init__(self, blocks: Sequence[nn.Module]) -> None:
         self._blocks = blocks
         self._region: Generator[None, None, None] | None = None
         self._calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
         self._last: Tensor | None = None
+        self._hooks: tuple[Any, Any] | None = None
         self._repeating = False
 
     def watched(self, number: int, forward: Callable[..., Any]) -> Callable[..., Any]:
+        enter, leave = torch.compiler.disable(self._enter), torch.compiler.disable(self._leave)
+
         def watching(*args: Any, **kwargs: Any) -> Any:
             if self._repeating or not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
             try:
-                self._enter(number, args, kwargs)
+                enter(number, args, kwargs)
                 out = forward(*args, **kwargs)
             except BaseException:
                 self._abandon()
                 raise
-            self._leave(number, out)
+            leave(number, out)
             return out
 
         # Only what is around the forward stays out of compilation.
@@ -102,7 +111,9 @@ class _Segment:
 
     def _enter(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         x, *rest = args
+        self._resume()
         if number == 0:
+            self._abandon()  # of a forward that was broken off between two blocks
             self._calls = calls = [(tuple(rest), kwargs)]
             self._region = torch_checkpoint._checkpoint_without_reentrant_generator(
                 lambda x: self._repeat(x, calls), True, torch_checkpoint.noop_context_fn, "default", False, True, x
@@ -120,6 +131,14 @@ class _Segment:
             region, self._region, self._last, self._calls = self._region, None, None, []
             for _ in region:
                 raise AssertionError("a region ends once")
+        else:
+            self._hooks = _autograd._top_saved_tensors_default_hooks(True)
+            _autograd._pop_saved_tensors_default_hooks()
+
+    def _resume(self) -> None:
+        if self._hooks is not None:
+            _autograd._push_saved_tensors_default_hooks(*self._hooks)
+            self._hooks = None
 
     def _abandon(self) -> None:
         region, self._region, self._last, self._calls = self._region, None, None, []
@@ -129,8 +148,9 @@ class _Segment:
     def _repeat(self, x: Any, calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]) -> None:
         self._repeating = True
         try:
-            for block, (rest, kwargs) in zip(self._blocks, calls, strict=True):
-                out = block(x, *rest, **kwargs)
-                x = out[0] if isinstance(out, tuple) else out
+            with repeating():
+                for block, (rest, kwargs) in zip(self._blocks, calls, strict=True):
+                    out = block(x, *rest, **kwargs)
+                    x = out[0] if isinstance(out, tuple) else out
         finally:
             self._repeating = False

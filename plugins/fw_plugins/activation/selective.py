@@ -25,7 +25,12 @@ _ATTENTION = (
     "_flash_attention_forward",
     "_efficient_attention_forward",
 )
-GROUPS = {"matmul": _MATMUL, "attention": _ATTENTION}
+_FLASH_ATTN = ("_flash_attn_forward", "_flash_attn_varlen_forward")
+"""The package's, which need not be there."""
+GROUPS = {
+    "matmul": frozenset(f"aten.{op}" for op in _MATMUL),
+    "attention": frozenset((*(f"aten.{op}" for op in _ATTENTION), *(f"flash_attn.{op}" for op in _FLASH_ATTN))),
+}
 
 
 @dataclass
@@ -44,24 +49,24 @@ class SelectiveConfig:
         if not self.save:
             raise UserError("activation.save: empty, so that everything would be recomputed; use activation=full")
         for name in self.save:
-            packets(name)
+            operators(name)
 
 
-def packets(name: str) -> frozenset[Any]:
-    """The operators a name stands for.
+def operators(name: str) -> frozenset[str]:
+    """The names of the operators that a name stands for.
 
     Raises:
         UserError: torch knows no such.
     """
     if name in GROUPS:
-        return frozenset(getattr(torch.ops.aten, op) for op in GROUPS[name] if hasattr(torch.ops.aten, op))
+        return GROUPS[name]
     namespace, _, op = name.partition(".")
     if not op or not hasattr(getattr(torch.ops, namespace), op):
         raise UserError(f"activation.save: torch has no operator '{name}'; name groups ({', '.join(GROUPS)}) or operators like aten.mul")
     packet = getattr(getattr(torch.ops, namespace), op)
     if all(getattr(packet, overload)._schema.is_mutable for overload in packet.overloads()):
         raise UserError(f"activation.save: {name} overwrites what it is given, so that its result cannot be kept")
-    return frozenset({packet})
+    return frozenset({str(packet)})
 
 
 class Selective(ActivationPlugin):
@@ -73,21 +78,19 @@ class Selective(ActivationPlugin):
 
     def apply(self, model: CausalLM, spec: StepSpec, sequence_length: int) -> None:
         """Every block by the same rule."""
-        saved = frozenset().union(*(packets(name) for name in self.config.save))
+        saved = frozenset().union(*(operators(name) for name in self.config.save))
         for block in model.blocks:
             recompute(block, keeping(lambda: _EveryNth(saved, self.config.matmul_every)))
 
 
 class _EveryNth:
-    def __init__(self, saved: frozenset[Any], matmul_every: int) -> None:
+    def __init__(self, saved: frozenset[str], matmul_every: int) -> None:
         self._saved, self._every = saved, matmul_every
         self._products = 0
 
     def __call__(self, packet: Any, number: int) -> bool:
-        if packet not in self._saved or packet not in _PRODUCTS:
-            return packet in self._saved
+        name = str(packet)
+        if name not in self._saved or name not in GROUPS["matmul"]:
+            return name in self._saved
         self._products += 1
         return self._products % self._every == 0
-
-
-_PRODUCTS = packets("matmul")

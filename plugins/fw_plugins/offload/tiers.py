@@ -27,11 +27,19 @@ class TiersConfig:
     """What forward keeps for backward: copied away in forward, back in backward. Frees it on the device at the price of two copies."""
     activations_above: str = "64KiB"
     """Activations below this stay on the device: too many copies for too few bytes."""
+    activations_prefetch: int = 1
+    """Blocks whose activations are brought back in backward while a later one is computed. Each of them, and that one, takes the bytes
+    that a block keeps: on the device (`cpu`) or in host memory (`nvme`). 0 brings each tensor when it is asked for: least memory, and
+    backward waits for every copy."""
     path: str = ""
     """Directory on the disk for `nvme`; before the run starts it is tried, and its free space compared with what the state will take."""
 
     def __post_init__(self) -> None:
         parse_size(self.activations_above)
+        if self.activations_prefetch < 0:
+            raise UserError(f"offload.activations_prefetch: {self.activations_prefetch} is below 0")
+        if self.activations_prefetch != TiersConfig.activations_prefetch and self.activations == "device":
+            raise UserError("offload.activations_prefetch: activations stay on the device; leave it out, or set activations to cpu or nvme")
         on_disk = [name for name in ("optimizer", "params", "activations") if getattr(self, name) == "nvme"]
         if on_disk and not self.path:
             raise UserError(f"offload.{on_disk[0]}: nvme needs offload.path, a directory on the disk")
@@ -55,4 +63,4 @@ class Tiers(OffloadPlugin):
     def attach(self, model: CausalLM) -> None:
         """Hooks on what autograd saves inside the blocks."""
         if self.config.activations != "device":
-            activations.attach(model, self.policy(), parse_size(self.config.activations_above))
+            activations.attach(model, self.policy(), parse_size(self.config.activations_above), self.config.activations_prefetch)

@@ -74,6 +74,12 @@ def begin(optimizer: torch.optim.Optimizer) -> None:
         optimizer.begin()
 
 
+def _place(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, key: str, value: Tensor) -> None:
+    """State from a checkpoint, where the optimizer wants it."""
+    place = getattr(optimizer, "place", None)
+    optimizer.state[parameter][key] = value if place is None else place(parameter, key, value)
+
+
 class WholeOptimizer:
     """One torch optimizer over all parameters, where they are."""
 
@@ -102,7 +108,7 @@ class WholeOptimizer:
 
     def load(self, parameter: nn.Parameter, key: str, value: Tensor) -> None:
         """Take back what :meth:`state` gave."""
-        self._optimizer.state[parameter][key] = value
+        _place(self._optimizer, parameter, key, value)
 
 
 class SeparateOptimizers(WholeOptimizer):
@@ -143,7 +149,7 @@ class SeparateOptimizers(WholeOptimizer):
 
     def load(self, parameter: nn.Parameter, key: str, value: Tensor) -> None:
         """Take back what :meth:`state` gave."""
-        self._each[parameter].state[parameter][key] = value
+        _place(self._each[parameter], parameter, key, value)
 
 
 class TorchStepper(Stepper):

@@ -1,0 +1,155 @@
+"""Tensors in files, read back by a thread."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import shutil
+import tempfile
+import threading
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fw.config import format_size
+from fw.errors import FwError, RunError, describe
+from fw_plugins.offload.prefetch import Fetch, Stored
+
+
+class DiskStore:
+    """Files without a name: their space comes back when nothing refers to them any more, or the process ends."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._reader = Reader()
+        directory.mkdir(parents=True, exist_ok=True)
+
+    def __call__(self, tensor: Tensor) -> Stored:
+        """The values in a file.
+
+        Raises:
+            RunError: the disk is full, or cannot be written to.
+        """
+        try:
+            return OnDisk(self._directory, tensor, self._reader)
+        except OSError as error:
+            free = format_size(shutil.disk_usage(self._directory).free)
+            raise RunError(f"offload.path: {self._directory}: {error.strerror} while storing activations; {free} are free") from None
+
+
+class OnDisk(Stored):
+    """A file."""
+
+    def __init__(self, directory: Path, tensor: Tensor, reader: Reader) -> None:
+        self._directory, self._reader, self._device = directory, reader, tensor.device
+        self._shape, self._dtype, self._bytes = tensor.shape, tensor.dtype, tensor.nbytes
+        self._stride = tensor.stride()  # compiled code counts on it, gaps included
+        self._file = tempfile.TemporaryFile(dir=directory)  # noqa: SIM115 - closed when nothing refers to it any more
+        os.posix_fallocate(self._file.fileno(), 0, self._bytes)  # a full disk is an error here and not a signal later
+        with mmap.mmap(self._file.fileno(), self._bytes) as memory:
+            torch.frombuffer(memory, dtype=self._dtype).view(self._shape).copy_(tensor)
+
+    def fetch(self) -> Fetch:
+        """Have the reader read it."""
+        return self._reader.begin(self._read, self._device)
+
+    def _read(self) -> Tensor:
+        """The values, in host memory of their own, laid out as they were."""
+        data = torch.empty(self._bytes, dtype=torch.uint8)
+        try:
+            read_whole(self._file.fileno(), data.numpy().data)
+        except OSError as error:
+            raise RunError(f"offload.path: {self._directory}: {error.strerror or error} while reading activations back") from None
+        values = data.view(self._dtype).view(self._shape)
+        if values.stride() == self._stride:
+            return values
+        return torch.empty_strided(self._shape, self._stride, dtype=self._dtype).copy_(values)
+
+
+def read_whole(descriptor: int, into: memoryview) -> None:
+    """Fill ``into`` from a file's beginning; one call of the kernel gives 2 GiB at most.
+
+    Raises:
+        OSError: the file cannot be read, or is shorter.
+    """
+    done = 0
+    while done < len(into):
+        count = os.preadv(descriptor, [into[done:]], done)
+        if count == 0:
+            raise OSError(f"a file ends after {done} of {len(into)} bytes")
+        done += count
+
+
+class Reader:
+    """Reads one after another, in a thread that lives while there is something to read."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[Reading] = deque()
+        self._lock = threading.Lock()
+        self._running = False
+
+    def begin(self, read: Callable[[], Tensor], device: torch.device) -> Reading:
+        """Have ``read`` called, after what was begun before."""
+        reading = Reading(self, read, device)
+        with self._lock:
+            self._waiting.append(reading)
+            starts, self._running = not self._running, True
+        if starts:
+            threading.Thread(target=self._run, name="fw activations").start()
+        return reading
+
+    def withdraw(self, reading: Reading) -> bool:
+        """Take back what was begun; False where the thread is at it, or has been."""
+        with self._lock:
+            if reading not in self._waiting:
+                return False
+            self._waiting.remove(reading)
+            return True
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                if not self._waiting:
+                    self._running = False
+                    return
+                reading = self._waiting.popleft()
+            reading.run()
+            del reading  # it may be the last that refers to a file, and the next one may not come for long
+
+
+class Reading(Fetch):
+    """A file being read."""
+
+    def __init__(self, reader: Reader, read: Callable[[], Tensor], device: torch.device) -> None:
+        self._reader, self._read, self._device = reader, read, device
+        self._done = threading.Event()
+        self._values: Tensor | None = None
+        self._error: BaseException | None = None
+
+    def run(self) -> None:
+        """Read; an error is for who asks for the result."""
+        try:
+            self._values = self._read()
+        except BaseException as error:
+            self._error = error
+        self._done.set()
+
+    def result(self) -> Tensor:
+        """What the thread has not begun, who asks for it reads."""
+        if self._reader.withdraw(self):
+            self.run()
+        self._done.wait()
+        if isinstance(self._error, FwError):
+            raise self._error
+        if self._error is not None:
+            raise RunError(f"activations could not be read back: {describe(self._error)}") from self._error
+        assert self._values is not None
+        self._values = self._values.to(self._device)
+        return self._values
+
+    def cancel(self) -> None:
+        """Nothing is read that has not been begun."""
+        self._reader.withdraw(self)
