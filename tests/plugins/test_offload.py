@@ -59,6 +59,35 @@ def test_a_step_on_the_host_or_on_disk_is_the_same_step(tmp_path, optimizer):
     assert not list(tmp_path.iterdir()), "files on disk have no name, so that nothing is left behind"
 
 
+class _Late:
+    """A copy that is made when it is waited for, and no sooner."""
+
+    def __init__(self, target: torch.Tensor, source: torch.Tensor, under_way: list[object]) -> None:
+        self._target, self._source, self._under_way = target.fill_(torch.nan), source, under_way
+        under_way.append(self)
+
+    def synchronize(self) -> None:
+        self._target.copy_(self._source)
+        self._under_way.remove(self)
+
+
+def test_gradients_on_their_way_are_waited_for_and_are_few(monkeypatch):
+    plain = trained(OffloadPolicy(), "adamw")
+    under_way: list[object] = []
+    most = []
+
+    def to_host(grad):
+        copy = torch.empty_like(grad)
+        late = _Late(copy, grad, under_way)
+        most.append(len(under_way))
+        return copy, late
+
+    monkeypatch.setattr(offloaded, "_to_host", to_host)
+    away = trained(OffloadPolicy(optimizer="cpu"), "adamw")
+    assert all(torch.equal(a, b) for (_, a), (_, b) in zip(plain.parameters(), away.parameters(), strict=True))
+    assert max(most) == 3 and not under_way, "the one that is next, and two behind it"
+
+
 def mapped_bytes(path: Path) -> int:
     """Bytes of this process's mappings of files that were under ``path``."""
     total = 0

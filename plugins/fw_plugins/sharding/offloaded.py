@@ -6,7 +6,8 @@ import math
 import mmap
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,9 @@ from fw.kinds.optimizer import OptimizerSpec
 from fw.kinds.sharding import StepSpec
 from fw_plugins.sharding.parts import local_part
 from fw_plugins.sharding.space import allow_open_files, check_space
+
+_AHEAD = 2
+"""Gradients that are copied to the host while a parameter is updated there, each in page-locked memory of its size."""
 
 
 class OffloadedOptimizer:
@@ -51,9 +55,9 @@ class OffloadedOptimizer:
 
     def step(self, grads: Mapping[nn.Parameter, Tensor]) -> None:
         """Update parameters by this rank's part of their gradients, wherever that is."""
-        for parameter, grad in grads.items():
+        for parameter, grad in _arriving(grads):
             host, optimizer = self._each[parameter]
-            host.grad = grad.to(host.device, host.dtype)
+            host.grad = grad.to(host.dtype)
             optimizer.step()
             host.grad = None
             self._settle(host, optimizer)
@@ -107,6 +111,31 @@ class OffloadedOptimizer:
             self._mapped.setdefault(host, []).append(memory)
             memory.flush()
             memory.madvise(mmap.MADV_DONTNEED)
+
+
+def _arriving(grads: Mapping[nn.Parameter, Tensor]) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    """Gradients in host memory, in order; a GPU copies some while the parameters before them are updated."""
+    waiting: deque[tuple[nn.Parameter, Tensor, torch.cuda.Event | None]] = deque()
+    for parameter, grad in grads.items():
+        waiting.append((parameter, *_to_host(grad)))
+        if len(waiting) > _AHEAD:
+            yield _arrived(*waiting.popleft())
+    while waiting:
+        yield _arrived(*waiting.popleft())
+
+
+def _to_host(grad: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
+    """Where the gradient will be, and what says that it is there; None where it is already."""
+    if grad.device.type == "cpu":
+        return grad, None
+    copy = torch.empty(grad.shape, dtype=grad.dtype, pin_memory=True).copy_(grad, non_blocking=True)
+    return copy, torch.cuda.current_stream(grad.device).record_event()
+
+
+def _arrived(parameter: nn.Parameter, grad: Tensor, there: torch.cuda.Event | None) -> tuple[nn.Parameter, Tensor]:
+    if there is not None:
+        there.synchronize()
+    return parameter, grad
 
 
 def check(spec: StepSpec, model: CausalLM, parts: int, gathers: bool) -> None:
