@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fw.errors import RunError
+from fw.meter.allocations import allocations
 from fw_plugins.offload import disk_store
 from fw_plugins.offload.activations import offload
 from fw_plugins.offload.disk_store import DiskStore, Reader
@@ -253,23 +254,29 @@ def test_who_asks_reads_what_the_thread_has_not_begun():
     reader, go_on = Reader(), threading.Event()
     order: list[str] = []
 
-    def waits() -> Tensor:
+    def notes(name: str) -> Callable[[], None]:
+        return lambda: order.append(f"{name} by {threading.current_thread().name}")
+
+    def waits() -> None:
         go_on.wait(60)
-        return torch.zeros(1)
 
-    def notes(name: str) -> Callable[[], Tensor]:
-        return lambda: order.append(f"{name} by {threading.current_thread().name}") or torch.ones(1)
-
-    cpu = torch.device("cpu")
-    first = reader.begin(waits, cpu)
-    second, third, fourth = (reader.begin(notes(name), cpu) for name in ("second", "third", "fourth"))
-    third.result()
+    first = reader.begin(waits, lambda: torch.zeros(1))
+    second, third, fourth = (reader.begin(notes(name), lambda: torch.ones(1)) for name in ("second", "third", "fourth"))
+    assert third.result() is third.result()
     second.cancel()
     go_on.set()
     first.result()
     fourth.result()
     assert order[0] == "third by MainThread" and not any("second" in line for line in order) and len(order) == 2
     assert not readers()
+
+
+def test_what_comes_back_from_disk_is_seen_by_who_measures_memory(tmp_path):
+    tensor = torch.randn(64, 64)
+    stored = DiskStore(tmp_path)(tensor)
+    with allocations(torch.device("cpu")) as found:
+        values = stored.fetch().result()
+    assert values.equal(tensor) and found.left_bytes == tensor.nbytes
 
 
 class SlowLane:

@@ -9,6 +9,7 @@ import tempfile
 import threading
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -54,19 +55,21 @@ class OnDisk(Stored):
 
     def fetch(self) -> Fetch:
         """Have the reader read it."""
-        return self._reader.begin(self._read, self._device)
+        data = torch.empty(self._bytes, dtype=torch.uint8)  # by this thread: torch's profiler does not see what others allocate
+        return self._reader.begin(partial(self._read, data), partial(self._values, data))
 
-    def _read(self) -> Tensor:
-        """The values, in host memory of their own, laid out as they were."""
-        data = torch.empty(self._bytes, dtype=torch.uint8)
+    def _read(self, data: Tensor) -> None:
         try:
             read_whole(self._file.fileno(), data.numpy().data)
         except OSError as error:
             raise RunError(f"offload.path: {self._directory}: {error.strerror or error} while reading activations back") from None
+
+    def _values(self, data: Tensor) -> Tensor:
+        """Laid out as they were."""
         values = data.view(self._dtype).view(self._shape)
-        if values.stride() == self._stride:
-            return values
-        return torch.empty_strided(self._shape, self._stride, dtype=self._dtype).copy_(values)
+        if values.stride() != self._stride:
+            values = torch.empty_strided(self._shape, self._stride, dtype=self._dtype).copy_(values)
+        return values.to(self._device)
 
 
 def read_whole(descriptor: int, into: memoryview) -> None:
@@ -91,9 +94,9 @@ class Reader:
         self._lock = threading.Lock()
         self._running = False
 
-    def begin(self, read: Callable[[], Tensor], device: torch.device) -> Reading:
-        """Have ``read`` called, after what was begun before."""
-        reading = Reading(self, read, device)
+    def begin(self, read: Callable[[], None], values: Callable[[], Tensor]) -> Reading:
+        """Have ``read`` called, after what was begun before; ``values`` then gives the result to who asks for it."""
+        reading = Reading(self, read, values)
         with self._lock:
             self._waiting.append(reading)
             starts, self._running = not self._running, True
@@ -123,16 +126,16 @@ class Reader:
 class Reading(Fetch):
     """A file being read."""
 
-    def __init__(self, reader: Reader, read: Callable[[], Tensor], device: torch.device) -> None:
-        self._reader, self._read, self._device = reader, read, device
+    def __init__(self, reader: Reader, read: Callable[[], None], values: Callable[[], Tensor]) -> None:
+        self._reader, self._read = reader, read
         self._done = threading.Event()
-        self._values: Tensor | None = None
+        self._values: Tensor | Callable[[], Tensor] = values
         self._error: BaseException | None = None
 
     def run(self) -> None:
         """Read; an error is for who asks for the result."""
         try:
-            self._values = self._read()
+            self._read()
         except BaseException as error:
             self._error = error
         self._done.set()
@@ -146,8 +149,8 @@ class Reading(Fetch):
             raise self._error
         if self._error is not None:
             raise RunError(f"activations could not be read back: {describe(self._error)}") from self._error
-        assert self._values is not None
-        self._values = self._values.to(self._device)
+        if not isinstance(self._values, Tensor):
+            self._values = self._values()
         return self._values
 
     def cancel(self) -> None:
