@@ -35,7 +35,7 @@ _IMPORTED = [
     "torch.distributed.tensor.parallel",
     "pytorch_lightning",
     "tokenizers",
-    "fw.training.run",
+    "fw.training.rank",
     "fw_plugins.checkpoint.safetensors",
     "fw_plugins.data.text",
     "fw_plugins.launcher.local",

@@ -20,7 +20,7 @@ from fw.config import load
 from fw.kinds.checkpoint import Part, Snapshot, parts
 from fw.place import place
 from fw.recipe import current_world, resolve
-from fw.training import run
+from fw.training import rank
 from fw.training.strategy import leave
 
 STEP = 5
@@ -43,7 +43,7 @@ def write_again(name: str, overrides: list[str], source: str) -> None:
 
 
 def main() -> None:
-    run.leave = lambda: None  # the process group stays for the next one
+    rank.leave = lambda: None  # the process group stays for the next one
     asked = json.loads(sys.argv[1])
     for cell, overrides in asked["train"].items():
         words = [*overrides, f"train.run_dir={cell}", f"train.save_every={STEP}", f"train.max_steps={STEP}", "schedule.total_steps=40"]

@@ -13,10 +13,10 @@ from contextlib import redirect_stdout
 
 import fw
 from fw.errors import UserError
-from fw.training import run
+from fw.training import rank
 from fw.training.strategy import leave
 
-run.leave = lambda: None  # the process group stays for the next one
+rank.leave = lambda: None  # the process group stays for the next one
 came: dict[str, str] = {}
 for name, overrides in json.loads(sys.argv[1]).items():
     try:

@@ -23,7 +23,7 @@ from fw.checkpointing.tensor_files import TensorFiles
 from fw.config import parse_size
 from fw.kinds.checkpoint import Part, Snapshot
 from fw.place import place
-from fw.training import run, saving
+from fw.training import rank, saving
 from fw_plugins.checkpoint.safetensors import SafetensorsCheckpoint, SafetensorsConfig
 
 LAYER = {
@@ -111,7 +111,7 @@ def stalls(directory: Path, size: int, rounds: int) -> tuple[list[float], list[f
         "logger": [],
     }
     (directory / "run.yaml").write_text(json.dumps(config))
-    run.Saver = Watched
+    rank.Saver = Watched
     for asynchronous in ("false", "true"):
         made = directory / f"asynchronous-{asynchronous}"
         fw.train(str(directory / "run.yaml"), f"checkpoint.asynchronous={asynchronous}", f"train.run_dir={made}")

@@ -31,7 +31,7 @@ import yaml  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
 import fw.cli  # noqa: E402
-import fw.training.run  # noqa: E402  # imported once: the ranks are forks
+import fw.training.rank  # noqa: E402  # imported once: the ranks are forks
 import fw_plugins.sharding.fsdp  # noqa: E402, F401
 from fw.checkpointing import commit  # noqa: E402
 from fw.checkpointing.manifest import damages, read_manifest  # noqa: E402

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from pathlib import Path
-from typing import ClassVar
-
-from pytorch_lightning.loggers import Logger
+from typing import TYPE_CHECKING, ClassVar
 
 from fw.registry import Plugin
+
+if TYPE_CHECKING:
+    from pytorch_lightning.loggers import Logger
 
 COLUMNS = ("step", "tokens", "loss", "grad_norm", "lr", "tokens_per_s", "mfu", "peak_memory_bytes", "val_loss")
 """The metrics of a row, all but ``step`` optional: full-precision floats and integers."""

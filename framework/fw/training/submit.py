@@ -9,7 +9,7 @@ from fw.config import to_yaml
 from fw.kinds.launcher import LauncherPlugin
 from fw.launching.job import Job
 from fw.recipe import World, resolve
-from fw.training.run import check_input
+from fw.training.inputs import check_input
 
 
 def prepare(file: str, launcher: str, overrides: Sequence[str]) -> tuple[LauncherPlugin, Job, str]:

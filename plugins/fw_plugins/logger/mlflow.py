@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-
-from pytorch_lightning.loggers import Logger, MLFlowLogger
+from typing import TYPE_CHECKING
 
 from fw.kinds.logger import LoggerPlugin
+
+if TYPE_CHECKING:
+    from pytorch_lightning.loggers import Logger
 
 
 @dataclass
@@ -30,5 +32,7 @@ class MlflowMetrics(LoggerPlugin):
 
     def build(self, run_dir: Path, run_name: str, start_step: int) -> Logger:
         """A run named like the config."""
+        from pytorch_lightning.loggers import MLFlowLogger
+
         uri = self.config.tracking_uri or f"sqlite:///{run_dir.resolve()}/mlflow.db"
         return MLFlowLogger(experiment_name=self.config.experiment, run_name=run_name, tracking_uri=uri)

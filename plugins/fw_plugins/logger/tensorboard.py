@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-
-from pytorch_lightning.loggers import Logger, TensorBoardLogger
+from typing import TYPE_CHECKING
 
 from fw.kinds.logger import LoggerPlugin
+
+if TYPE_CHECKING:
+    from pytorch_lightning.loggers import Logger
 
 
 class TensorBoardMetrics(LoggerPlugin):
@@ -16,4 +18,6 @@ class TensorBoardMetrics(LoggerPlugin):
 
     def build(self, run_dir: Path, run_name: str, start_step: int) -> Logger:
         """Events after ``start_step`` of an earlier attempt, even one that saved nothing, are hidden by ``purge_step``."""
+        from pytorch_lightning.loggers import TensorBoardLogger
+
         return TensorBoardLogger(run_dir, name="", version="tensorboard", purge_step=start_step + 1)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-
-from pytorch_lightning.loggers import Logger, WandbLogger
+from typing import TYPE_CHECKING
 
 from fw.kinds.logger import LoggerPlugin
+
+if TYPE_CHECKING:
+    from pytorch_lightning.loggers import Logger
 
 
 @dataclass
@@ -30,4 +32,6 @@ class WandbMetrics(LoggerPlugin):
 
     def build(self, run_dir: Path, run_name: str, start_step: int) -> Logger:
         """A run named like the config, files below ``run_dir``."""
+        from pytorch_lightning.loggers import WandbLogger
+
         return WandbLogger(name=run_name, save_dir=run_dir, project=self.config.project, offline=self.config.offline)

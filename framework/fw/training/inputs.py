@@ -1,0 +1,82 @@
+"""What a run begins with: device, data, the checkpoint it goes on from; and what is wrong with them, found before any rank starts."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+from fw.assemble import check
+from fw.checkpointing.ranks import OneRank
+from fw.errors import UserError
+from fw.kinds.checkpoint import Reader
+from fw.kinds.data import Corpus, Say
+from fw.recipe import Recipe, World
+from fw.training import resume
+from fw.training.batches import Batches, arrange
+from fw.training.same_tokenizer import foreign
+
+
+def check_input(recipe: Recipe, device: torch.device | None = None) -> Reader | None:
+    """Prepare the data and find what is wrong with the input; returns the checkpoint the run begins from, if any.
+
+    Args:
+        device: of a rank; None where ranks will run on machines with the devices the config asks for.
+
+    Raises:
+        UserError: the input is wrong.
+    """
+    corpus, batches, vocab_size = open_data(recipe, say)
+    runs_on = device or torch.device("cpu" if recipe.launch.accelerator == "cpu" else "cuda")
+    check(recipe, vocab_size, runs_on, batches.rows)
+    note(recipe, runs_on)
+    return resume.find(recipe, corpus, OneRank(), say)
+
+
+def open_data(recipe: Recipe, say: Say) -> tuple[Corpus, Batches, int]:
+    """The data, prepared; how it is laid out in batches; and rows of the embedding.
+
+    Raises:
+        UserError: it is missing, or does not fit the model.
+    """
+    recipe.data.prepare(say)
+    corpus = recipe.data.open(recipe.train.sequence_length)
+    own, needed = recipe.model.vocab_size, corpus.tokenizer.vocab_size
+    if own is not None and own < needed:
+        place = recipe.config.origin(("model", "vocab_size"))
+        raise UserError(f"{place}: model.vocab_size {own} is smaller than the tokenizer's {needed}; raise it, or use the model's own")
+    if note := foreign(recipe.model.weights, corpus.tokenizer):
+        say(f"warning: {note}")
+    return corpus, arrange(recipe, corpus, say), own or needed
+
+
+def note(recipe: Recipe, device: torch.device) -> None:
+    """Say what there is to know of the optimizer before the run."""
+    if text := recipe.step_spec(device).optimizer.note:
+        say(text)
+
+
+def device_of(recipe: Recipe, world: World) -> torch.device:
+    """What a rank computes on.
+
+    Raises:
+        UserError: the host has no such device, or not one for each rank.
+    """
+    wanted = recipe.launch.accelerator
+    place = recipe.config.origin(("launch", "accelerator"))
+    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise UserError(f"{place}: launch.accelerator=cuda, but torch sees no CUDA device here")
+    if world.local_size > torch.cuda.device_count():
+        raise UserError(f"{place}: {world.local_size} ranks on a host with {torch.cuda.device_count()} GPUs; a rank needs one of its own")
+    return torch.device("cuda", world.local_rank)
+
+
+def say(text: str) -> None:
+    """To the user."""
+    print(f"fw: {text}", file=sys.stderr, flush=True)
+
+
+def say_nothing(text: str) -> None:
+    """What every rank knows, the first one says."""

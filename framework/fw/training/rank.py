@@ -1,0 +1,219 @@
+"""A rank's run, from joining the others to the summary."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import signal
+import sys
+import warnings
+from contextlib import nullcontext
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+
+from fw.assemble import check
+from fw.errors import EXIT_FAILED, EXIT_OK, EXIT_REQUEUE, FwError, RunError
+from fw.kinds.data import Corpus
+from fw.launching import outcome
+from fw.launching.network import use_interface
+from fw.launching.peers import peer_error
+from fw.launching.stacks import Watch, answer_when_asked
+from fw.meter.flops import peak_flops
+from fw.recipe import Recipe, World
+from fw.training import finish, resume, run_dir
+from fw.training.batches import Batches
+from fw.training.between_steps import BetweenSteps
+from fw.training.hang_watch import HangWatch
+from fw.training.host_allocator import keep_freed_memory
+from fw.training.inputs import device_of, note, open_data, say, say_nothing
+from fw.training.loading import loader
+from fw.training.module import TrainingModule
+from fw.training.nonfinite import Nonfinite
+from fw.training.progress import Progress
+from fw.training.release import Release
+from fw.training.rng import seed_all
+from fw.training.same_run import begun_by_this_torchrun, check_same_run, held, note_starter
+from fw.training.saving import Saver
+from fw.training.stop import StopRequest
+from fw.training.strategy import MeshStrategy, leave
+
+Ending = tuple[int, dict[str, Any]]
+"""Exit code and summary."""
+
+
+def train_rank(recipe: Recipe, world: World) -> Ending:
+    """Train as one of the ranks; the exit code, and what ``summary.json`` holds, empty where the run did not come that far.
+
+    Raises:
+        UserError: the input is wrong.
+        RunError: the run failed.
+    """
+    _quiet()
+    _end_with_parent()
+    device = device_of(recipe, world)
+    _prepare_network(recipe, world, device)
+    says = world.is_first and not outcome.launched_by_fw()  # else the launching process has done so
+    corpus, batches, vocab_size = open_data(recipe, say if says else say_nothing)
+    if not outcome.launched_by_fw():
+        check(recipe, vocab_size, device, batches.rows)
+        if world.is_first:
+            note(recipe, device)
+    timeout = recipe.launch.timeout
+    strategy = MeshStrategy(world, recipe.mesh_shape, device, timeout, recipe.checkpoint.config.timeout or timeout)
+    strategy.join()
+    try:
+        check_same_run(recipe, strategy.ranks)
+        holds = world.is_first and not outcome.launched_by_fw()  # else the launching process does
+        with held(recipe.run_dir) if holds else nullcontext():
+            return _train_joined(recipe, world, strategy, corpus, batches, vocab_size)
+    finally:
+        leave()
+
+
+def _train_joined(recipe: Recipe, world: World, strategy: MeshStrategy, corpus: Corpus, batches: Batches, vocab_size: int) -> Ending:
+    device = strategy.root_device
+    checkpoint = resume.find(recipe, corpus, strategy.ranks, say if world.is_first else say_nothing)
+    seed_all(recipe.train.seed * 1_000_003 + world.rank)
+    if recipe.launch.threads is not None:
+        torch.set_num_threads(recipe.launch.threads)
+    if checkpoint is not None and checkpoint.state()["step"] >= recipe.train.max_steps:
+        if world.is_first:
+            say(f"{checkpoint.place} is at step {checkpoint.state()['step']}, train.max_steps is {recipe.train.max_steps}: nothing to do")
+        return EXIT_OK, {}
+    start_step = checkpoint.state()["step"] if checkpoint is not None else 0
+    if world.is_first:
+        if not outcome.launched_by_fw():
+            again = outcome.restarted_by_another() and begun_by_this_torchrun(recipe.run_dir)
+            run_dir.make(recipe.run_dir, run_dir.continues(recipe, checkpoint) or again)
+            run_dir.make_room(recipe, checkpoint)
+            note_starter(recipe.run_dir)
+        run_dir.describe(recipe, recipe.run_dir)
+
+    if device.type == "cpu":
+        keep_freed_memory()  # from here on: what data preparation frees is better given back
+    progress = Progress(recipe.train.max_steps, shown=world.is_first)
+    watch = Watch(recipe.launch.timeout, ends_process=world.launched)
+    parent = checkpoint.place.name if checkpoint is not None and run_dir.is_among(recipe.checkpoints, checkpoint.place) else None
+    saver = Saver(recipe, strategy.ranks, watch, parent, progress.say)
+    stop = StopRequest(recipe.checkpoint.config.grace, lambda: _give_up(recipe, saver, world.is_first))
+    answer_when_asked()
+    module = TrainingModule(recipe, corpus, batches.rows, vocab_size, checkpoint, stop)
+    module.before_update = saver.before_update
+    module.nonfinite = Nonfinite(recipe, saver, strategy.ranks, progress.say)
+    if not outcome.launched_by_fw() and world.local_rank == 0:  # else the launching process has prepared this host
+        module.prepare = lambda: recipe.sharding.prepare(recipe.step_spec(device), say)
+    fastest = max(peak_flops(device, dtype) for dtype in recipe.step_spec(device).computes_in)
+    between = BetweenSteps(recipe, progress, fastest * world.size, saver, Release(device, recipe.memory.release))
+    loggers = [p.build(recipe.run_dir, recipe.config.name, start_step) for p in recipe.loggers] if world.is_first else []
+    trainer = pl.Trainer(
+        accelerator=device.type,
+        devices=world.local_size,
+        num_nodes=max(1, world.size // world.local_size),
+        strategy=strategy,
+        logger=loggers or False,
+        callbacks=[between, HangWatch(watch)],
+        max_steps=recipe.train.max_steps,
+        max_epochs=-1,
+        val_check_interval=recipe.train.val_every or None,
+        check_val_every_n_epoch=None,
+        limit_val_batches=None if recipe.train.val_every else 0,
+        num_sanity_val_steps=0,
+        log_every_n_steps=recipe.train.log_every,
+        inference_mode=False,  # FSDP would keep tensors made in it
+        use_distributed_sampler=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=recipe.run_dir,
+    )
+    if checkpoint is not None and world.is_first:
+        say(f"resuming from {checkpoint.place} at step {start_step}")
+    replica = world.rank * recipe.replicas // recipe.world_size
+    try:
+        train_batches = loader(batches.train, batches.train_plans(module.samples_seen, replica), recipe.loader, device)
+        trainer.fit(module, train_batches, loader(batches.val, batches.val_plans(replica), recipe.loader, device))
+        code, summary = stop.exit_code, {}
+        if not stop.decided:
+            summary = finish.finish(recipe, module, between, device)
+        elif not recipe.train.save_every and code == EXIT_REQUEUE:  # which would say that it was saved
+            raise RunError(f"stopped after step {module.global_step}; nothing was saved, since train.save_every is 0")
+        elif world.is_first and not saver.failed:
+            say(_stopped(recipe, module.global_step))
+        if saver.failed:
+            ended = "stopped" if stop.decided else "finished"
+            raise RunError(f"training {ended}, but its last checkpoint was not written ({saver.failed})")
+    except Exception as error:
+        failure: Exception = error
+        if lost := peer_error(error, recipe.launch.timeout):
+            lost.__cause__ = error
+            failure = lost
+        else:
+            saver.close()  # what was whole before the failure is worth keeping
+        if outcome.launched_by_fw():  # before the process group is left, which may take its time
+            code = error.exit_code if isinstance(error, FwError) else EXIT_FAILED
+            outcome.leave_failure(failure, outcome.describe(failure), code)
+        if failure is not error:
+            raise failure from error
+        raise
+    finally:
+        module.close()
+        watch.rest()
+    return _leave_outcome(code), summary
+
+
+def _stopped(recipe: Recipe, step: int) -> str:
+    if not recipe.train.save_every:
+        return f"stopped after step {step}; nothing was saved, since train.save_every is 0"
+    return f"stopped after step {step}; go on with resume=auto"
+
+
+def _give_up(recipe: Recipe, saver: Saver, says: bool) -> None:
+    """The time a preempted run had is over: end, with what is whole."""
+    saved = saver.saved
+    if saved is None and (found := recipe.checkpoint.found(recipe.checkpoints)):
+        saved = recipe.checkpoints / found[0]
+    if says:
+        went_on = f"the newest checkpoint is {saved}; go on with resume=auto" if saved is not None else "there is no checkpoint"
+        say(f"not saved within checkpoint.grace={recipe.checkpoint.config.grace} s; {went_on}")
+    os._exit(_leave_outcome(EXIT_REQUEUE if saved is not None else EXIT_FAILED))
+
+
+def _leave_outcome(code: int) -> int:
+    """Tell fw's own launcher of a stop by file, since an elastic agent takes any other exit code than 0 for a failure."""
+    if outcome.launched_by_fw() and code not in (EXIT_OK, EXIT_FAILED):
+        outcome.leave_stop(code)
+        return EXIT_OK
+    return code
+
+
+def _prepare_network(recipe: Recipe, world: World, device: torch.device) -> None:
+    """Settle what gloo and NCCL read from the environment; what the config sets wins, what it leaves out yields to the environment."""
+    launch, config = recipe.launch, recipe.config
+    if launch.port and "SLURM_STEP_ID" in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ:
+        os.environ["MASTER_PORT"] = str(launch.port)
+    use_interface(launch, not world.on_one_host, config.origin(("launch", "interface")))
+    for option, variable, value in (
+        ("nccl_async_errors", "TORCH_NCCL_ASYNC_ERROR_HANDLING", str(int(launch.nccl_async_errors))),
+        ("nccl_heartbeat", "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", str(launch.nccl_heartbeat)),
+    ):
+        if device.type == "cuda" and (config.was_set("launch", option) or variable not in os.environ):
+            os.environ[variable] = value
+
+
+def _end_with_parent() -> None:
+    """Have the kernel send SIGTERM if fw's launcher dies, so that its ranks save and end instead of training on unseen (Linux)."""
+    if outcome.launched_by_fw() and sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
+
+
+def _quiet() -> None:
+    """Lightning's advice is for people who write its Trainer's arguments; fw has written them."""
+    for name in ("pytorch_lightning", "lightning.pytorch", "lightning_fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)  # how a checkpoint gathers a parameter
+    warnings.filterwarnings("ignore", module="pytorch_lightning|lightning_fabric|lightning_utilities")
+    warnings.filterwarnings("ignore", message=".*`configure_optimizers` returned `None`.*")
