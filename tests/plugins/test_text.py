@@ -236,7 +236,8 @@ def test_documents_as_samples(tmp_path, cache):
             expected += [(ids[k : k + 11][:-1], ids[k + 1 : k + 11]) for k in range(0, len(ids) - 1, 10)]
         found = [samples[i] for i in range(len(samples))]
         assert [(sample["input_ids"].tolist(), sample["labels"].tolist()) for sample in found] == expected
-        assert [len(sample["labels"]) for sample in found] == samples.lengths.tolist() and max(samples.lengths) == 10
+        assert [len(sample["labels"]) for sample in found] == samples.lengths.tolist()
+        assert max(samples.lengths) == 10 or name == "val", "a long document was cut"
         ids = np.memmap(data._directory / f"{name}.bin", dtype="uint16", mode="r")
         assert torch.cat([sample["labels"] for sample in found]).tolist() == ids[1:].tolist()
     assert corpus.val_tokens - 1 == sum(corpus.val.lengths)  # what bits per byte counts on
