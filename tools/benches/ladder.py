@@ -108,6 +108,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="rungs whose label contains this, and the first")
     parser.add_argument("--cpu", action=argparse.BooleanOptionalAction, default=False, help="also where there is a GPU")
     parser.add_argument("--out", type=Path, default=ROOT / "docs", help="directory of ladder.md and ladder.svg (docs)")
+    parser.add_argument("--add", action="store_true", help="rounds to those that have left ladder.json in OUT")
     options = parser.parse_args()
     climbed: dict[str, tuple[dict[str, Any], Rung]] = {}
     settings: dict[str, Any] = {}
@@ -115,23 +116,23 @@ def main() -> None:
         settings = {key: value for key, value in {**settings, **rung.sets}.items() if key not in rung.drops}
         if rung is RUNGS[0] or options.only in rung.label:
             climbed[rung.label] = settings, rung
-    results: dict[str, dict[str, Any]] = {}
-    speeds: dict[str, list[float]] = {label: [] for label in climbed}
+    options.out.mkdir(parents=True, exist_ok=True)
+    kept = options.out / "ladder.json"
+    results: dict[str, dict[str, Any]] = json.loads(kept.read_text()) if options.add else {}
     with tempfile.TemporaryDirectory() as directory, tqdm(total=len(climbed) * options.rounds, unit="run") as bar:
-        for number in range(options.rounds):
-            steps = options.steps if number == 0 else max(WARM_UP + 3, options.steps // 2)
+        for _ in range(options.rounds):
+            steps = options.steps if not results or len(results) < len(climbed) else max(WARM_UP + 3, options.steps // 2)
             first = None
             for label, (settings, rung) in climbed.items():
                 bar.set_postfix_str(label)
                 found = run(settings, rung.ranks, options, steps, directory)
                 first = first or found["tokens_per_s"]
-                speeds[label].append(found["tokens_per_s"] / first)
-                results.setdefault(label, found)
+                results.setdefault(label, {**found, "speeds": []})["speeds"].append(found["tokens_per_s"] / first)
+                kept.write_text(json.dumps(results))
                 bar.update()
-    for label, found in results.items():
-        found["speed"] = statistics.mean(speeds[label])
-        found["spread"] = max(speeds[label]) - min(speeds[label])
-    options.out.mkdir(parents=True, exist_ok=True)
+    for found in results.values():
+        found["speed"] = statistics.mean(found["speeds"])
+        found["spread"] = max(found["speeds"]) - min(found["speeds"])
     (options.out / "ladder.md").write_text(page(results, [rung for _, rung in climbed.values()], MODEL, options))
     stacked = [(label, found["memory"]["by_category"]) for label, found in results.items()]
     (options.out / "ladder.svg").write_text(bars(stacked, list(CATEGORIES), "Peak of a training step by category, technique by technique"))

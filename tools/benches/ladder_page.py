@@ -79,7 +79,7 @@ def page(results: Mapping[str, Mapping[str, Any]], rungs: Sequence[Rung], model:
         lines.append(f"| {label} | {numbers} | {memory['phase']} | {found['speed']:.2f} | {found['loss']:.4f} |")
     lines += ["", "What each row sets:", "", *(rung.described() for rung in rungs), ""]
     spread = max(found["spread"] for found in results.values())
-    lines += _wrapped(LEGEND.format(rounds=options.rounds, spread=spread))
+    lines += _wrapped(LEGEND.format(rounds=len(first["speeds"]), spread=spread))
     return "\n".join(lines) + "\n"
 
 
