@@ -106,6 +106,12 @@ def corpus_text(paragraphs: int = 400) -> str:
     return "\n\n".join(" ".join(chance.choices(words, k=chance.randint(8, 30))).capitalize() + "." for _ in range(paragraphs))
 
 
+@pytest.fixture(autouse=True)
+def loading_environment() -> Iterator[None]:
+    with warm_python.loading_environment():
+        yield
+
+
 @pytest.fixture(scope="session")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("cache")

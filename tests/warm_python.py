@@ -113,6 +113,19 @@ def _read_while_loading(environment: Any) -> dict[str, str]:
     return {k: v for k, v in environment.items() if k.startswith(_READ_WHILE_LOADING) and k not in _READ_LATER}
 
 
+@contextmanager
+def loading_environment() -> Iterator[None]:
+    """What is set inside of what is read while loading is taken back (DeepSpeed sets DS_ACCELERATOR): what starts later would be cold."""
+    before = _read_while_loading(os.environ)
+    try:
+        yield
+    finally:
+        for name in _read_while_loading(os.environ):
+            if name not in before:
+                del os.environ[name]
+        os.environ.update(before)
+
+
 def _path(environment: Any) -> list[str]:
     return [part for part in environment.get("PYTHONPATH", "").split(os.pathsep) if part]
 
