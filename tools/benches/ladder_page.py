@@ -28,7 +28,8 @@ Bytes are by the allocator's own events in the third step (`memory.measure_step=
 ones and copies in the compute dtype; activations are what blocks leave for backward; head and loss what final norm, head and loss leave;
 temporary is all else: results on their way, gradients of activations, what is recomputed. tokens/s are relative to the first row of the
 same round, the mean of {rounds} rounds, which differ by {spread:.2f} at most. Losses differ where the arithmetic does. On a CPU the host
-is the device: what a GPU gives to host memory (`offload.optimizer=cpu`) saves nothing here, so the rows on offloading use the disk."""
+is the device: what a GPU gives to host memory (`offload.optimizer=cpu`) saves nothing here, so the rows on offloading use the disk; and
+the 8-bit update, many passes over all parameters, takes longer than forward and backward on two cores."""
 
 
 @dataclass
