@@ -1,7 +1,7 @@
 """Memory techniques added to one run, one at a time: peak by category, speed, and the loss after some steps.
 
     tools/bench ladder                       the table and the picture of docs/ladder.md
-    tools/bench ladder --only bf16 --steps 4 --out /tmp/ladder
+    tools/bench ladder --only bf16 --steps 4 --out ladder
 
 Each rung is `fw train` in a process of its own, with everything of the rungs before it that it does not replace. Speed is relative to the
 first rung of the same round, by the median of a round's steps.
