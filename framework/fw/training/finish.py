@@ -88,7 +88,9 @@ def _largest(module: TrainingModule) -> dict[str, Any] | None:
         return None
     phases = ("forward", "backward", "update")
     values = [float(own.by_category.get(category, 0)) for category in CATEGORIES] + [float(phases.index(own.phase))]
-    *sizes, phase = module.strategy.max_on_host(values if own.peak_bytes == peak else [0.0] * len(values))
+    rank = float(module.global_rank) if own.peak_bytes == peak else math.inf
+    (first,) = module.strategy.max_on_host([-rank])  # of several that took as much, one: else categories would be mixed
+    *sizes, phase = module.strategy.max_on_host(values if -rank == first else [0.0] * len(values))
     by_category = {category: int(size) for category, size in zip(CATEGORIES, sizes, strict=True)}
     return {"step": module.recipe.memory.measure_step, "phase": phases[int(phase)], "peak_bytes": int(peak), "by_category": by_category}
 
