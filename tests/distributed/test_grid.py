@@ -138,4 +138,4 @@ def test_deepspeed_gives_an_optimizer_flat_tensors(workspace: Path) -> None:
 def test_deepspeed_takes_fp16_where_zero_does(workspace: Path) -> None:
     accelerator = pytest.importorskip("deepspeed.accelerator").get_accelerator()
     done = fw("train", "tiny.yaml", "sharding=zero", "precision=fp16", "train.max_steps=1")
-    assert (done.code == 0) == accelerator.is_fp16_supported(), done.err
+    assert (done.code == 0) == bool(accelerator.is_fp16_supported()), done.err  # DeepSpeed says None of a processor that does not
