@@ -16,7 +16,7 @@ from fw.errors import UserError
 from fw.kinds.checkpoint import Reader
 from fw.kinds.data import Rows
 from fw.kinds.model import CausalLM, Give
-from fw.kinds.sharding import Stepper
+from fw.kinds.sharding import Stepper, StepSpec
 from fw.meter.flops import ModelFlops
 from fw.recipe import Recipe
 
@@ -31,6 +31,21 @@ class Assembly:
 
     model: CausalLM
     stepper: Stepper
+    vocab_size: int
+    flops: ModelFlops
+
+
+@dataclass(frozen=True)
+class Built:
+    """A model on the meta device, divided and wrapped as it will run; it has no bytes yet.
+
+    Attributes:
+        spec: what its step is to honour.
+        flops: the model needs for sequences of given lengths.
+    """
+
+    model: CausalLM
+    spec: StepSpec
     vocab_size: int
     flops: ModelFlops
 
@@ -54,6 +69,15 @@ def assemble(
     Raises:
         UserError: the checkpoint, or the directory training begins from, does not fit the model.
     """
+    built = build(recipe, vocab_size, mesh, device, rows)
+    made = start(recipe, built, mesh, device, values(built.model, recipe.train.seed, checkpoint, recipe.model.weights))
+    if checkpoint is not None:
+        made.stepper.load_optimizer_tensors(checkpoint.optimizer(made.stepper.placements()))
+    return made
+
+
+def build(recipe: Recipe, vocab_size: int, mesh: DeviceMesh | None, device: torch.device, rows: Rows | None = None) -> Built:
+    """Everything that can be decided before a parameter has bytes. The arguments are those of :func:`assemble`."""
     spec = recipe.step_spec(device, rows)
     with torch.device("meta"):
         attention = recipe.sharding.attention(recipe.attention, mesh)
@@ -69,11 +93,13 @@ def assemble(
     flops = ModelFlops.of(model, recipe.train.sequence_length)
     recipe.sharding.shard(model, mesh, spec)
     recipe.offload.attach(model)
-    give = values(model, recipe.train.seed, checkpoint, recipe.model.weights)
-    stepper = recipe.sharding.start(model, mesh, spec, device, give)
-    if checkpoint is not None:
-        stepper.load_optimizer_tensors(checkpoint.optimizer(stepper.placements()))
-    return Assembly(model, stepper, vocab_size, flops)
+    return Built(model, spec, vocab_size, flops)
+
+
+def start(recipe: Recipe, built: Built, mesh: DeviceMesh | None, device: torch.device, give: Give) -> Assembly:
+    """Leave the meta device: parameters have bytes from here on, their values by ``give``, and the step has an owner. Collective."""
+    stepper = recipe.sharding.start(built.model, mesh, built.spec, device, give)
+    return Assembly(built.model, stepper, built.vocab_size, built.flops)
 
 
 def check(recipe: Recipe, vocab_size: int, device: torch.device, rows: Rows | None = None) -> None:

@@ -18,6 +18,8 @@ from fw.launching import outcome, rank_log, stacks
 
 VERBS = {
     "train": "train what a config describes",
+    "plan": "predict what a run takes, before it runs",
+    "profile": "measure what a run takes, by running a few steps",
     "launch": "hand a run to a cluster: SLURM, Kubernetes",
     "config": "print a config as it resolves, and where each value comes from",
     "plugins": "list and describe plugins",

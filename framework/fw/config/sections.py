@@ -177,6 +177,8 @@ class MemorySection:
     measure_step: int = 0
     """Step, counted from 1, whose peak is measured by what it is for (weights, gradients, optimizer state, activations …), by the
     allocator's own events; 0 for none. That step is slower and counts in no rate. No effect on memory worth the name."""
+    measure_steps: int = 1
+    """Steps that are measured, from measure_step on."""
     release: bool = False
     """Between training, validation and saving: collect garbage, and give the caching allocator's free blocks back to the GPU, freed pages
     to the kernel. The next phase takes its bytes anew, which costs time; the summary says how many bytes and seconds. Off, only freed
@@ -186,6 +188,11 @@ class MemorySection:
         if self.budget:
             parse_size(self.budget)
         _at_least("memory", {"measure_step": self.measure_step}, 0)
+        _at_least("memory", {"measure_steps": self.measure_steps}, 1)
+
+    def measures(self, step: int) -> bool:
+        """Whether the memory of this step, counted from 1, is measured."""
+        return bool(self.measure_step) and 0 <= step - self.measure_step < self.measure_steps
 
     @property
     def budget_bytes(self) -> int | None:

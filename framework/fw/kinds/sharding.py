@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -74,6 +74,7 @@ class KeptTensors:
     weights: list[Tensor]
     gradients: list[Tensor]
     optimizer: list[Tensor]
+    buffers: list[Tensor] = field(default_factory=list)
 
 
 class Stepper(ABC):
@@ -132,8 +133,7 @@ class Stepper(ABC):
 
     @abstractmethod
     def kept(self) -> KeptTensors:
-        """What this rank keeps, for the account of its memory; buffers are among the weights, master weights of another dtype in the
-        optimizer's state."""
+        """What this rank keeps, for the account of its memory; master weights of another dtype are in the optimizer's state."""
 
     @abstractmethod
     def fill(self, give: Give) -> None:

@@ -2,66 +2,100 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+import gc
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-UNNAMED = "temporary"
-"""Category of memory that nobody gave another."""
+from fw.meter.account import Block, History, Recorder, Rules
 
 
-@dataclass
-class Allocations:
-    """Bytes beyond those that were allocated at the beginning, but for what :meth:`known` adds.
+class Allocations(Recorder):
+    """Bytes beyond those that were allocated at the beginning; the history has what is :meth:`known` besides.
 
     Attributes:
         peak_bytes: the most at any time.
         left_bytes: at the end; negative where more was freed than taken.
         marks: by name, at the time of :meth:`mark`.
-        at_peak: the peak by category; what is :meth:`known` is part of it, and only of it.
-        peak_after: the last mark before the peak; empty for none.
     """
 
-    peak_bytes: int = 0
-    left_bytes: int = 0
-    marks: dict[str, int] = field(default_factory=dict)
-    at_peak: dict[str, int] = field(default_factory=dict)
-    peak_after: str = ""
-
-    def __post_init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self.peak_bytes = 0
+        self.left_bytes = 0
+        self.marks: dict[str, int] = {}
+        self._device = device
+        self._history = History()
         self._named: list[tuple[str, frozenset[int]]] = []
         """A category, and addresses of the memory that is of it from this moment on; no addresses for all that is unnamed."""
-        self._known: dict[int, tuple[str, int]] = {}
-        """Memory that was there before, by address: category and bytes."""
+        self._known: dict[int, Block] = {}
+        """Memory that was there before, by address."""
 
     def mark(self, name: str) -> None:
         """Remember how much is allocated now."""
         _leave_trace(f"{_MARK}{name}")
 
     def known(self, category: str, tensors: Iterable[Tensor]) -> None:
-        """These were allocated before, and belong to ``category``; memory that was named before keeps its name."""
+        """Those on the device."""
         for tensor in tensors:
             storage = tensor.untyped_storage()
-            if storage.nbytes() and storage.resizable():  # else it lies in a file or is another library's
-                self._known.setdefault(storage.data_ptr(), (category, storage.nbytes()))
+            # Else it lies in a file or is another library's.
+            if tensor.device.type == self._device.type and storage.nbytes() and storage.resizable():
+                self._known.setdefault(storage.data_ptr(), Block(storage.nbytes(), category))
+
+    def known_rest(self, category: str) -> None:
+        """Of every tensor Python knows of whose memory is one allocation."""
+        self.known(category, [t for t in gc.get_objects() if type(t) in (Tensor, nn.Parameter) and t.layout == torch.strided])
 
     def name(self, category: str, tensors: Iterable[Tensor]) -> None:
-        """What these tensors lie in belongs to ``category``, unless it has one."""
-        addresses = frozenset(tensor.untyped_storage().data_ptr() for tensor in tensors)
+        """By their addresses now."""
+        addresses = frozenset(t.untyped_storage().data_ptr() for t in tensors if t.device.type == self._device.type)
         if addresses:
             self._named.append((category, addresses))
             _leave_trace(f"{_NAME}{len(self._named) - 1}")
 
     def name_rest(self, category: str) -> None:
-        """All that is allocated now and has no category belongs to ``category``."""
+        """In the order of time."""
         self._named.append((category, frozenset()))
         _leave_trace(f"{_NAME}{len(self._named) - 1}")
+
+    @property
+    def history(self) -> History:
+        """With what is known before the first change."""
+        return self._history
+
+    def replay(self, events: Iterable[_Event], rules: Rules) -> None:
+        """Fill in what happened, in the order of time."""
+        history, live = self._history, dict(self._known)
+        history.before = list(live.values())
+        now = 0
+        for event in events:
+            if event.name.startswith(_MARK):
+                history.mark(event.name.removeprefix(_MARK))
+                self.marks[event.name.removeprefix(_MARK)] = now
+            elif event.name.startswith(_NAME):
+                category, addresses = self._named[int(event.name.removeprefix(_NAME))]
+                for block in (live[a] for a in addresses if a in live) if addresses else live.values():
+                    if addresses or not block.passing:
+                        block.name(category)
+            elif event.name:
+                for address in event.exchanged:
+                    if address in live:
+                        live[address].exchange(rules.exchanged)
+            else:
+                now += event.nbytes
+                if event.nbytes > 0:
+                    of = live[event.converted].category if event.converted in live else ""
+                    live[event.address] = history.came(Block(event.nbytes))
+                    if of in rules.copies:
+                        live[event.address].name(rules.copies[of])
+                elif event.address in live:
+                    history.went(live.pop(event.address))
+                self.peak_bytes = max(self.peak_bytes, now)
+        self.left_bytes = now
 
 
 _MARK = "fw.meter.mark:"
@@ -69,21 +103,19 @@ _NAME = "fw.meter.name:"
 
 
 @contextmanager
-def allocations(device: torch.device, copies: Mapping[str, str] | None = None) -> Iterator[Allocations]:
+def allocations(device: torch.device, rules: Rules | None = None) -> Iterator[Allocations]:
     """Record allocations on ``device`` while the context is open; what it gives is filled at the end.
 
     The sums are of what tensors asked for, in the order of time: no rounding, no caching (profile_memory of torch.profiler).
-
-    Args:
-        copies: category → category of what is converted from it to another dtype or device.
     """
-    found = Allocations()
-    # Shapes come with addresses, which say what is converted.
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, record_shapes=bool(copies), acc_events=True) as record:
+    rules = rules or Rules()
+    found = Allocations(device)
+    # Shapes come with addresses, which say what is converted and what is exchanged.
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, record_shapes=rules != Rules(), acc_events=True) as record:
         yield found
     assert record.profiler is not None and record.profiler.kineto_results is not None
-    events = sorted(_events(record.profiler.kineto_results.experimental_event_tree()), key=lambda e: e[0])
-    _replay(found, events, device, copies or {})
+    tree = record.profiler.kineto_results.experimental_event_tree()
+    found.replay(sorted(_events(tree, device, rules), key=lambda event: event.time), rules)
 
 
 def _leave_trace(name: str) -> None:
@@ -91,64 +123,47 @@ def _leave_trace(name: str) -> None:
         pass
 
 
-@dataclass
-class _Block:
-    """Memory from its allocation to its end."""
+class _Event(NamedTuple):
+    """Something that happened.
 
-    nbytes: int
-    category: str = UNNAMED
+    Attributes:
+        name: of a mark or a collective; empty for an allocation or its end.
+        nbytes: that were allocated; negative for freed.
+        converted: address of what is converted where this is allocated, or 0.
+        exchanged: addresses of what a collective takes.
+    """
+
+    time: int
+    name: str = ""
+    address: int = 0
+    nbytes: int = 0
+    converted: int = 0
+    exchanged: tuple[int, ...] = ()
 
 
-_Event = tuple[int, str, Any, int]
-"""Time; name of a mark, or empty; details of an allocation; address of what is converted where it is allocated, or 0."""
-
-
-def _events(nodes: Iterable[Any]) -> Iterator[_Event]:
-    """Marks and allocations among the nodes of the profiler's tree."""
+def _events(nodes: Iterable[Any], device: torch.device, rules: Rules) -> Iterator[_Event]:
+    """Marks, collectives and allocations among the nodes of the profiler's tree."""
     waiting = [(node, 0) for node in nodes]
     while waiting:
         node, converted = waiting.pop()
         kind, details = node.typed
         if kind == torch._C._profiler._EventType.Allocation:
-            yield node.start_time_ns, "", details, converted
+            if details.device.type == device.type:
+                yield _Event(node.start_time_ns, "", details.ptr, details.alloc_size, converted)
         elif kind == torch._C._profiler._EventType.TorchOp:
             if details.name.startswith((_MARK, _NAME)):
-                yield node.start_time_ns, details.name, None, 0
+                yield _Event(node.start_time_ns, details.name)
             elif details.name == "aten::_to_copy":
-                converted = getattr(details.inputs[0], "storage_data_ptr", None) or 0 if details.inputs else 0
+                converted = next(_addresses(details.inputs[:1]), 0)
+            elif rules.is_exchange(details.name):
+                yield _Event(node.start_time_ns, details.name, exchanged=tuple(_addresses(details.inputs)))
         waiting += [(child, converted) for child in node.children]
 
 
-def _replay(found: Allocations, events: list[_Event], device: torch.device, copies: Mapping[str, str]) -> None:
-    """Fill ``found`` by what happened, in the order of time."""
-    before = {address: _Block(nbytes, category) for address, (category, nbytes) in found._known.items()}
-    live = dict(before)
-    now = peak_index = 0
-    mark = ""
-    history: list[tuple[_Block, int]] = []
-    for _, name, details, converted in events:
-        if name.startswith(_MARK):
-            mark = name.removeprefix(_MARK)
-            found.marks[mark] = now
-        elif name:
-            category, addresses = found._named[int(name.removeprefix(_NAME))]
-            for block in (live[a] for a in addresses if a in live) if addresses else live.values():
-                if block.category == UNNAMED:
-                    block.category = category
-        elif details.device.type == device.type:
-            now += details.alloc_size
-            if details.alloc_size > 0:
-                of = live[converted].category if converted in live else ""
-                block = live[details.ptr] = _Block(details.alloc_size, copies.get(of, UNNAMED))
-                history.append((block, 1))
-            elif details.ptr in live:
-                history.append((live.pop(details.ptr), -1))
-            if now > found.peak_bytes:
-                found.peak_bytes, found.peak_after, peak_index = now, mark, len(history)
-    found.left_bytes = now
-    sums: Counter[str] = Counter()
-    for block in before.values():
-        sums[block.category] += block.nbytes
-    for block, sign in history[:peak_index]:
-        sums[block.category] += sign * block.nbytes
-    found.at_peak = dict(sums)
+def _addresses(inputs: Iterable[Any]) -> Iterator[int]:
+    """Of the memory of tensors, and of lists of them, among an operation's arguments."""
+    for value in inputs:
+        if isinstance(value, list):
+            yield from _addresses(value)
+        elif address := getattr(value, "storage_data_ptr", None):
+            yield address

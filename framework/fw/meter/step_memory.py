@@ -1,10 +1,10 @@
-"""The peak of one training step, by what it is for."""
+"""The memory of one training step over time, by what it is for."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,10 +14,11 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from fw.kinds.sharding import Stepper
-from fw.meter.allocations import UNNAMED, Allocations, allocations
+from fw.meter.account import UNNAMED, History, Recorder, Rules
+from fw.meter.allocations import allocations
 
-WEIGHTS, GATHERED, COPIES, OPTIMIZER = "weights", "gathered weights", "weight copies", "optimizer state"
-GRADIENTS, ACTIVATIONS, HEAD, OTHER = "gradients", "activations", "head and loss", "other"
+WEIGHTS, GATHERED, COPIES, OPTIMIZER, BUFFERS = "weights", "gathered weights", "weight copies", "optimizer state", "buffers"
+GRADIENTS, ACTIVATIONS, HEAD, EXCHANGED, INPUTS, OTHER = "gradients", "activations", "head and loss", "exchanged", "inputs", "other"
 
 CATEGORIES = {
     WEIGHTS: "parameters as this rank keeps them",
@@ -27,55 +28,94 @@ CATEGORIES = {
     GRADIENTS: "gradients of parameters",
     ACTIVATIONS: "what is left for backward when the last block's forward ends",
     HEAD: "what final norm, head and loss leave for backward besides",
+    EXCHANGED: "what ranks send and receive",
     UNNAMED: "all else a step allocates: results on their way, gradients of activations, what is recomputed",
-    OTHER: "what was there before the step and is none of these: batches, buffers, an engine's own",
+    BUFFERS: "what the model keeps besides parameters",
+    INPUTS: "the step's batches",
+    OTHER: "what was there before the step and is none of these: batches read ahead, an engine's own",
 }
 """In the order in which they are shown."""
+
+RULES = Rules(copies={WEIGHTS: COPIES, GATHERED: COPIES}, exchanged=EXCHANGED)
+
+
+_COMPONENTS = {
+    WEIGHTS: "parameters",
+    GATHERED: "communication",
+    COPIES: "activations",
+    OPTIMIZER: "optimizer",
+    GRADIENTS: "gradients",
+    ACTIVATIONS: "activations",
+    HEAD: "activations",
+    EXCHANGED: "communication",
+    UNNAMED: "temporary",
+    BUFFERS: "buffers",
+    INPUTS: "inputs",
+    OTHER: "other",
+}
+"""Of the document (:mod:`fw.meter.document`) that each category is part of."""
 
 
 @dataclass(frozen=True)
 class StepMemory:
-    """The peak of a step by the allocator's own events.
+    """The peak of a step.
 
     Attributes:
-        phase: forward, backward or update.
+        phase: forward, backward or step.
         by_category: bytes of :data:`CATEGORIES` at that moment; their sum is ``peak_bytes``.
+        at_peak: the same by component of the document.
+        most: the most of each component at any time in the step.
     """
 
     peak_bytes: int
     phase: str
     by_category: dict[str, int]
+    at_peak: dict[str, int]
+    most: dict[str, int]
+
+    @staticmethod
+    def of(history: History) -> StepMemory:
+        """By what a recording has found."""
+        fine, coarse = history.account(), history.account(_COMPONENTS)
+        by_category = {category: nbytes for category, nbytes in fine.at_peak.items() if nbytes}
+        return StepMemory(fine.peak_bytes, fine.peak_after or "forward", by_category, coarse.at_peak, coarse.most)
+
+
+Recording = Callable[[torch.device, Rules], AbstractContextManager[Recorder]]
+"""Records allocations on a device while the context is open."""
 
 
 class StepMeter:
     """Measures a step that tells it where it stands.
 
     Categories follow from when memory is allocated and what it becomes: gradients and gathered parameters are noted by hooks, copies of
-    weights by the conversions the profiler sees (none inside compiled blocks, where they count as activations).
+    weights by the conversions a recording sees (none inside compiled blocks, where they count as activations).
 
     Args:
         blocks: the model's; what is alive after the last one's forward are activations.
+        recording: what sees the allocations.
     """
 
-    def __init__(self, stepper: Stepper, blocks: Sequence[nn.Module], device: torch.device) -> None:
-        self._stepper, self._blocks, self._device = stepper, blocks, device
-        self._found = Allocations()
+    def __init__(self, stepper: Stepper, blocks: Sequence[nn.Module], device: torch.device, recording: Recording = allocations) -> None:
+        self._stepper, self._blocks, self._device, self._recording = stepper, blocks, device, recording
         self._in_forward = False
         self._handles: list[RemovableHandle] = []
         self._seen: set[int] = set()
 
     @contextmanager
-    def step(self) -> Iterator[list[StepMemory]]:
-        """Around a step; the list has its one element at the end."""
+    def step(self, inputs: Sequence[Tensor] = ()) -> Iterator[list[StepMemory]]:
+        """Around a step on ``inputs``; the list has its one element at the end."""
         result: list[StepMemory] = []
         gc.collect()
-        with allocations(self._device, copies={WEIGHTS: COPIES, GATHERED: COPIES}) as found:
-            self._found = found
+        with self._recording(self._device, RULES) as found:
+            self._found, self._begun = found, False
             kept = self._stepper.kept()
-            found.known(WEIGHTS, self._here(kept.weights))
-            found.known(GRADIENTS, self._here(kept.gradients))
-            found.known(OPTIMIZER, self._here(kept.optimizer))
-            found.known(OTHER, self._here(_all_tensors()))
+            found.known(WEIGHTS, kept.weights)
+            found.known(BUFFERS, kept.buffers)
+            found.known(GRADIENTS, kept.gradients)
+            found.known(OPTIMIZER, kept.optimizer)
+            found.known(INPUTS, inputs)
+            found.known_rest(OTHER)
             handles = [self._stepper.module.register_forward_pre_hook(self._before)]
             handles += [block.register_forward_pre_hook(self._before) for block in self._blocks]
             handles.append(self._blocks[-1].register_forward_hook(self._after_blocks))
@@ -85,13 +125,15 @@ class StepMeter:
                 for handle in (*handles, *self._handles):
                     handle.remove()
                 self._handles, self._seen = [], set()
-            found.name(OPTIMIZER, self._here(self._stepper.kept().optimizer))  # a first step has made it
-        phase = found.peak_after or "forward"
-        result.append(StepMemory(sum(found.at_peak.values()), phase, {k: v for k, v in found.at_peak.items() if v}))
+            found.name(OPTIMIZER, self._stepper.kept().optimizer)  # a first step has made it
+        result.append(StepMemory.of(found.history))
 
     def forward(self) -> None:
         """A forward begins."""
         self._in_forward = True
+        if not self._begun:  # what the step has set up by now is for none of what follows
+            self._found.name_rest(OTHER)
+            self._begun = True
         self._found.mark("forward")
 
     def backward(self) -> None:
@@ -102,11 +144,8 @@ class StepMeter:
 
     def update(self) -> None:
         """A backward has ended; an update or another forward follows."""
-        self._found.name(GRADIENTS, self._here(self._stepper.kept().gradients))
-        self._found.mark("update")
-
-    def _here(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        return [tensor for tensor in tensors if tensor.device.type == self._device.type]
+        self._found.name(GRADIENTS, self._stepper.kept().gradients)
+        self._found.mark("step")
 
     def _before(self, module: nn.Module, args: Any) -> None:
         """Parameters are as forward uses them: where ranks divide them, gathered just now."""
@@ -125,7 +164,7 @@ class StepMeter:
 class _Noted:
     """Called with a parameter's gradient as it is made, while the parameter is in use."""
 
-    def __init__(self, found: Allocations, parameter: Tensor) -> None:
+    def __init__(self, found: Recorder, parameter: Tensor) -> None:
         self._found, self._parameter = found, parameter
 
     def __call__(self, grad: Tensor) -> None:
@@ -133,8 +172,3 @@ class _Noted:
             self._found.name(GRADIENTS, [grad])
         if self._parameter.untyped_storage().nbytes():
             self._found.name(GATHERED, [self._parameter])
-
-
-def _all_tensors() -> list[Tensor]:
-    """Every tensor Python knows of whose memory is one allocation."""
-    return [found for found in gc.get_objects() if type(found) in (Tensor, nn.Parameter) and found.layout == torch.strided]

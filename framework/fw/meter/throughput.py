@@ -16,12 +16,13 @@ class Rate(NamedTuple):
 
 
 class Throughput:
-    """Counts tokens, the model's FLOPs for them, and the seconds they took.
+    """Counts steps, tokens, the model's FLOPs for them, and the seconds they took.
 
     A run's first step warms up: it counts in its own lap, not in the run's rate.
     """
 
     def __init__(self) -> None:
+        self.steps = 0
         self.tokens = 0
         self.flops = 0.0
         self.seconds = 0.0
@@ -44,6 +45,7 @@ class Throughput:
         self._lap_flops += flops
         self._lap_seconds += now - self._started
         if self._warm:
+            self.steps += 1
             self.tokens += tokens
             self.flops += flops
             self.seconds += now - self._started
@@ -59,6 +61,11 @@ class Throughput:
         rate = _rate(self._lap_tokens, self._lap_flops, self._lap_seconds)
         self._lap_tokens, self._lap_flops, self._lap_seconds = 0, 0.0, 0.0
         return rate
+
+    @property
+    def step_time(self) -> float | None:
+        """Seconds per step over the whole run; None where none counts."""
+        return self.seconds / self.steps if self.steps else None
 
     @property
     def rate(self) -> Rate:

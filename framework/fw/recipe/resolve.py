@@ -160,8 +160,11 @@ class Recipe:
         return found
 
 
-def resolve(config: Config, world: World | None = None) -> Recipe:
+def resolve(config: Config, world: World | None = None, *, starts: bool = True) -> Recipe:
     """Turn a config into a recipe.
+
+    Args:
+        starts: whether ranks may be started by it, so that hosts must know where to meet.
 
     Raises:
         UserError: unknown section, plugin or option, wrong type, rules broken, or a batch or mesh that does not divide.
@@ -192,7 +195,7 @@ def resolve(config: Config, world: World | None = None) -> Recipe:
     rules.check(made, config)
     size = world_size(launch, config, world or World())
     launcher = cast(LauncherPlugin, made["launcher"][0][1])
-    if launcher.needs_rendezvous and launch.nodes > 1 and not launch.rendezvous and not (world and world.launched):
+    if starts and launcher.needs_rendezvous and launch.nodes > 1 and not launch.rendezvous and not (world and world.launched):
         raise UserError(
             f"{config.origin(('launch', 'nodes'))}: launch.nodes: {launch.nodes} hosts need launch.rendezvous=HOST:PORT,"
             f" an address of one of them"

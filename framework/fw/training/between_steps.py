@@ -121,7 +121,7 @@ class BetweenSteps(Callback):
         _module(pl_module).stop.ignore()
 
     def _count(self, outcome: StepOutcome) -> None:
-        if outcome.step == self._recipe.memory.measure_step:
+        if self._recipe.memory.measures(outcome.step):
             self.throughput.leave_out()
         else:
             self.throughput.step(outcome.tokens, outcome.flops)

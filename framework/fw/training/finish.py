@@ -13,6 +13,7 @@ import torch
 
 from fw.config import format_size, to_yaml
 from fw.kinds.data import Corpus
+from fw.meter.document import MemoryDocument, RankMemory
 from fw.meter.memory import peak_memory_bytes
 from fw.meter.step_memory import CATEGORIES
 from fw.recipe import Recipe
@@ -48,7 +49,7 @@ def finish(recipe: Recipe, module: TrainingModule, between: BetweenSteps, device
             module.strategy.broadcast,
         )
         text = f"{prompt}▸{continued}"
-    (memory,) = module.strategy.max_on_host([float(peak_memory_bytes(device))])
+    (memory_most,) = module.strategy.max_on_host([float(peak_memory_bytes(device))])
     (memory_least,) = module.strategy.max_on_host([-float(peak_memory_bytes(device))])
     rate = between.throughput.rate
     last = between.rows[-1] if between.rows else {}
@@ -63,9 +64,10 @@ def finish(recipe: Recipe, module: TrainingModule, between: BetweenSteps, device
         "val_bits_per_byte": None,
         "bigram_bits_per_byte": None,
         "fourgram_bits_per_byte": None,
-        "peak_memory_bytes": int(memory),
+        "peak_memory_bytes": int(memory_most),
         "measured_step": _largest(module),
     }
+    memory = _memory(module, between, device)
     if between.release.thorough:
         summary |= _released(between, module)
     if module.val_loss is not None:
@@ -77,22 +79,38 @@ def finish(recipe: Recipe, module: TrainingModule, between: BetweenSteps, device
             summary["bigram_bits_per_byte"] = bits_per_byte(train_text, val_text, order=2)
             summary["fourgram_bits_per_byte"] = bits_per_byte(train_text, val_text, order=4)
         _write(recipe, summary, text, -int(memory_least), between.rows)
+        if memory is not None:
+            (recipe.run_dir / run_dir.MEMORY).write_text(json.dumps(memory.as_json(), indent=1) + "\n")
     return module.strategy.broadcast(summary)
 
 
 def _largest(module: TrainingModule) -> dict[str, Any] | None:
     """The measured step of the rank on which it took most; None where no step was measured. Collective."""
-    own = module.memory
+    step = module.recipe.memory.measure_step
+    own = module.memory.get(step)
     (peak,) = module.strategy.max_on_host([float(own.peak_bytes) if own else 0.0])
     if own is None:
         return None
-    phases = ("forward", "backward", "update")
+    phases = ("forward", "backward", "step")
     values = [float(own.by_category.get(category, 0)) for category in CATEGORIES] + [float(phases.index(own.phase))]
     rank = float(module.global_rank) if own.peak_bytes == peak else math.inf
     (first,) = module.strategy.max_on_host([-rank])  # of several that took as much, one: else categories would be mixed
     *sizes, phase = module.strategy.max_on_host(values if -rank == first else [0.0] * len(values))
     by_category = {category: int(size) for category, size in zip(CATEGORIES, sizes, strict=True)}
-    return {"step": module.recipe.memory.measure_step, "phase": phases[int(phase)], "peak_bytes": int(peak), "by_category": by_category}
+    return {"step": step, "phase": phases[int(phase)], "peak_bytes": int(peak), "by_category": by_category}
+
+
+def _memory(module: TrainingModule, between: BetweenSteps, device: torch.device) -> MemoryDocument | None:
+    """Of the steps that were measured; None where there are none. Collective."""
+    recipe = module.recipe
+    if not module.memory:
+        return None
+    steps = [module.memory[step] for step in sorted(module.memory)]
+    own = RankMemory.of_steps(module.global_rank, steps, peak_memory_bytes(torch.device("cpu")))
+    ranks = module.strategy.gather(own)
+    return MemoryDocument(
+        recipe.config.name, device.type, recipe.world_size, recipe.memory.budget_bytes, ranks, between.throughput.step_time
+    )
 
 
 def _released(between: BetweenSteps, module: TrainingModule) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import ctypes
 import multiprocessing
 import signal
 import sys
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -64,7 +65,7 @@ def _as_it_is(batch: Any) -> Any:
     return batch
 
 
-def loader(source: Source, plans: Sampler[Plan], settings: LoaderSection, device: torch.device) -> DataLoader[Any]:
+def loader(source: Source, plans: Sampler[Plan] | Sequence[Plan], settings: LoaderSection, device: torch.device) -> DataLoader[Any]:
     """A :class:`Batch` per plan, in their order whatever the settings."""
     ahead: dict[str, Any] = {}
     if settings.workers:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 
 import pytorch_lightning as pl
-import torch
 from torch import Tensor
 
 from fw.assemble import Assembly, assemble
@@ -19,6 +18,7 @@ from fw.meter.step_memory import StepMemory, StepMeter
 from fw.recipe import Recipe
 from fw.training import run_dir
 from fw.training.first_bad import FirstBad
+from fw.training.forward_backward import forward_backward
 from fw.training.loading import Batch
 from fw.training.nonfinite import Nonfinite
 from fw.training.rng import GeneratorStates, restore_rng
@@ -64,8 +64,8 @@ class TrainingModule(pl.LightningModule):
         """Called on each rank before it assembles, while the others wait: what one rank of a host does for all."""
         self.before_update: Callable[[], None] = lambda: None
         """Called on each rank when a step is about to change weights and optimizer state."""
-        self.memory: StepMemory | None = None
-        """The peak of the step that ``memory.measure_step`` names, on this rank."""
+        self.memory: dict[int, StepMemory] = {}
+        """By step, of those whose memory was measured, on this rank."""
         self.nonfinite: Nonfinite | None = None
         """What is asked where a step was not made."""
         self._rows = rows
@@ -131,14 +131,16 @@ class TrainingModule(pl.LightningModule):
 
     def training_step(self, batch: Batch, batch_idx: int) -> None:
         """Forward and backward of each micro-batch, then one step; measured where that was asked for."""
-        if self.trainer.global_step + 1 != self.recipe.memory.measure_step:
+        step = self.trainer.global_step + 1
+        if not self.recipe.memory.measures(step):
             self._step(batch)
             return
         self.last = None  # what the step frees must not be from before it, which its recording would not know
         self._meter = StepMeter(self.assembly.stepper, self.assembly.model.blocks, self.strategy.root_device)
-        with self._meter.step() as measured:
+        inputs = [tensor for micro in batch.micro_batches for tensor in micro.values()]
+        with self._meter.step(inputs) as measured:
             self._step(batch)
-        self.memory, self._meter = measured[0], None
+        self.memory[step], self._meter = measured[0], None
 
     def _step(self, batch: Batch) -> None:
         recipe, stepper = self.recipe, self.assembly.stepper
@@ -187,27 +189,7 @@ class TrainingModule(pl.LightningModule):
             self.recipe.activation.change_precision()
 
     def _compute(self, micro_batches: Sequence[dict[str, Tensor]], divisor: float, watch: FirstBad | None) -> Tensor:
-        """Forward and backward of the micro-batches; this rank's part of the loss.
-
-        A loss that is not finite may have a gradient that is, of which no rank would learn anything: it is made NaN.
-        """
-        recipe, stepper = self.recipe, self.assembly.stepper
-        parts = []
-        for number, micro in enumerate(micro_batches):
-            with stepper.micro_batch(last=number == len(micro_batches) - 1):
-                if self._meter is not None:
-                    self._meter.forward()
-                with stepper.forward_context(), watch.forward() if watch is not None else nullcontext():
-                    loss = recipe.objective.loss_sum(stepper.module, micro) / divisor
-                if watch is not None:
-                    watch.loss(loss)
-                parts.append(loss.detach())
-                if self._meter is not None:
-                    self._meter.backward()
-                stepper.backward(loss * (1 + 0 * parts[-1]))
-            if self._meter is not None:
-                self._meter.update()
-        return torch.stack(parts).sum()
+        return forward_backward(self.recipe.objective, self.assembly.stepper, micro_batches, divisor, self._meter, watch)
 
     def leave_evaluation(self) -> None:
         """Weights as they were before validation, also where it has failed."""

@@ -17,6 +17,8 @@ from fw.recipe import Recipe
 METRICS = "metrics.csv"
 SUMMARY = "summary.json"
 REPORT = "report.html"
+MEMORY = "memory.json"
+"""The measured memory of all ranks, as :mod:`fw.meter.document` has it."""
 CHECKPOINTS = "checkpoints"
 _PROBE = ".writable"
 _TRACES = ("config.resolved.yaml", METRICS, CHECKPOINTS)

@@ -301,9 +301,9 @@ class TorchStepper(Stepper):
     def kept(self) -> KeptTensors:
         """Parts of DTensors as they are."""
         state = [value for p in self._trained for value in self._optimizer.state(p).values()]
-        weights = [*self._model.parameters(), *self._model.buffers()]
         gradients = list((self._stashed if self._keeps_apart else self._gradients()).values())
-        return KeptTensors([local_part(w) for w in weights], gradients, [local_part(s) for s in state])
+        weights = [local_part(parameter) for parameter in self._model.parameters()]
+        return KeptTensors(weights, gradients, [local_part(s) for s in state], list(self._model.buffers()))
 
     def fill(self, give: Give) -> None:
         """In place, and where the optimizer has copies."""

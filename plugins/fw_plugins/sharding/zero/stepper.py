@@ -98,7 +98,7 @@ class ZeroStepper(Stepper):
         """Flat tensors; gradients as the engine holds them until the step."""
         weights = [getattr(p, "ds_tensor", p.data) for _, p in self._named]
         buffers = [b for _, b in self._engine.module.named_buffers()]
-        return KeptTensors([*weights, *buffers], self._flats.gradients(), self._flats.kept())
+        return KeptTensors(weights, self._flats.gradients(), self._flats.kept(), buffers)
 
     def fill(self, give: Give) -> None:
         """Give the master weights their values, and forward what it sees of them. Collective."""

@@ -1,0 +1,48 @@
+"""Measure what a run takes: a few real steps, per rank and component, by the allocator's own events."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+EXAMPLES = """examples:
+  fw profile configs/quickstart.yaml
+  fw profile configs/quickstart.yaml sharding=fsdp launch.devices=2 --steps 5
+  fw profile configs/quickstart.yaml --json"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """A config, overrides, and how long to measure."""
+    parser.add_argument("config", help="a YAML file")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="values that win over the file's")
+    parser.add_argument("--steps", type=int, default=3, metavar="N", help="steps whose memory is measured; as many more are timed")
+    parser.add_argument("--json", action="store_true", help="print the document that docs/memory.md describes, and nothing else")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the steps and print."""
+    from fw.planning.profile import profile
+    from fw.planning.tell import table
+
+    with _stdout_aside():
+        found = profile(options.config, *options.overrides, steps=options.steps)
+    print(json.dumps(found.as_json(), indent=1) if options.json else table(found))
+    return 0
+
+
+@contextmanager
+def _stdout_aside() -> Iterator[None]:
+    """What the run prints, in this process and its ranks', goes to stderr: stdout is for the result."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(kept, 1)
+        os.close(kept)

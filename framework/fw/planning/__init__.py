@@ -1,0 +1,1 @@
+"""What is predicted: a run without the bytes."""

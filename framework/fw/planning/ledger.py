@@ -1,0 +1,237 @@
+"""Allocations of tensors that have no bytes.
+
+Operators run under torch's fake tensors: the same dispatcher works out shapes, dtypes and strides, autograd keeps and frees the same
+tensors, and no element is computed. The ledger sees each storage that an operator makes, and its end.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from fw.meter.account import Block, History, Recorder, Rules
+
+_aten = torch.ops.aten
+_work_of = torch._C._distributed_c10d._create_work_from_future  # type: ignore[attr-defined]
+_PLAIN = (Tensor, FakeTensor, torch.nn.Parameter)
+
+
+class Ledger(TorchDispatchMode):
+    """Entered, all that is computed is fake, and what would be allocated is known.
+
+    Values that Python asks for (:meth:`Tensor.item`) are true, 1 or 1.0: steps are finite, and branches that a value decides are not
+    followed both ways. Collectives of a ``fake`` process group give back what they were given.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self._live: dict[int, Block] = {}
+        """By the address of the storage object."""
+        self._recording: _Recording | None = None
+        self._rules = Rules()
+        self._stack = ExitStack()
+        self._real_integers = False
+
+    def __enter__(self) -> Ledger:
+        self._stack.enter_context(self._fake)
+        self._stack.enter_context(_watched_resize(self._resized))
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._stack.close()
+
+    @property
+    def live_bytes(self) -> int:
+        """Allocated now."""
+        return sum(block.nbytes for block in self._live.values())
+
+    @contextmanager
+    def recording(self, device: torch.device, rules: Rules) -> Iterator[Recorder]:
+        """Record what comes and goes; all tensors of a ledger are on one device."""
+        assert self._recording is None, "one recording at a time"
+        self._recording, self._rules = _Recording(self._live), rules
+        try:
+            yield self._recording
+        finally:
+            self._recording, self._rules = None, Rules()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # Subclasses go first, and come back with what they are made of.
+        if any(kind not in _PLAIN for kind in types):
+            return NotImplemented
+        kwargs = kwargs or {}
+        if func in (_aten._local_scalar_dense.default, _aten.equal.default):
+            return _value(args[0].dtype) if func is _aten._local_scalar_dense.default else True
+        if self._real_integers and _is_about_integers(func, args, kwargs):
+            with unset_fake_temporarily():
+                return func(*args, **kwargs)
+        if self._rules.is_exchange(func._schema.name):
+            for tensor in self._own((args, kwargs)):
+                if block := self._live.get(_key(tensor)):
+                    block.exchange(self._rules.exchanged)
+        if func is torch.ops.c10d.allreduce_.default:  # whose result DDP's reducer wants from the future
+            tensors = list(args[0])
+            future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
+            future.set_result(tensors)
+            return tensors, _work_of(future).boxed()
+        out = func(*args, **kwargs)
+        for tensor in self._own(out):
+            self._saw(tensor, args[0] if func is _aten._to_copy.default else None)
+        return out
+
+    def _own(self, values: Any) -> Iterator[Tensor]:
+        """The ledger's tensors among these; not those that DTensors make to find out shapes."""
+        for leaf in tree_leaves(values):
+            if isinstance(leaf, FakeTensor) and leaf.fake_mode is self._fake and leaf.device.type != "meta":
+                yield leaf
+
+    def _saw(self, tensor: Tensor, source: Tensor | None) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._live:
+            return
+        category = self._live[_key(source)].category if source is not None and _key(source) in self._live else ""
+        block = Block(storage.nbytes())
+        if category in self._rules.copies:
+            block.name(self._rules.copies[category])
+        self._came(key, block)
+        weakref.finalize(storage, self._went, key).atexit = False
+
+    def _came(self, key: int, block: Block) -> None:
+        self._live[key] = block
+        if self._recording is not None:
+            self._recording.history.came(block)
+
+    def _went(self, key: int) -> None:
+        block = self._live.pop(key)
+        if self._recording is not None:
+            self._recording.history.went(block)
+
+    def _resized(self, storage: torch.UntypedStorage) -> None:
+        """Another block in its place: who gives memory back and takes it anew says again what it is for."""
+        if (key := storage._cdata) in self._live:
+            self._went(key)
+            self._came(key, Block(storage.nbytes()))
+
+    def ready(self, module: torch.nn.Module) -> None:
+        """See to what wraps a model and reads values: DDP agrees on its buckets by numbers, which are small, and real here."""
+        if isinstance(module, DistributedDataParallel):
+            setattr(module, "reducer", _Reducer(module.reducer, self))  # noqa: B010 - of another type on purpose
+
+    @contextmanager
+    def real_integers(self) -> Iterator[None]:
+        """Within it, int32 tensors that are made have bytes."""
+        self._real_integers = True
+        try:
+            yield
+        finally:
+            self._real_integers = False
+
+
+class _Recording(Recorder):
+    """What happens to a ledger's blocks."""
+
+    def __init__(self, live: dict[int, Block]) -> None:
+        self._live = live
+        self._before = list(live.values())
+        for block in self._before:
+            block.category, block.passing = _UNKNOWN, False
+        self._history = History(before=self._before)
+
+    @property
+    def history(self) -> History:
+        return self._history
+
+    def mark(self, name: str) -> None:
+        self._history.mark(name)
+
+    def known(self, category: str, tensors: Iterable[Tensor]) -> None:
+        for block in self._blocks(tensors):
+            if block.category == _UNKNOWN:
+                block.category = category
+
+    def known_rest(self, category: str) -> None:
+        for block in self._before:
+            if block.category == _UNKNOWN:
+                block.category = category
+
+    def name(self, category: str, tensors: Iterable[Tensor]) -> None:
+        for block in self._blocks(tensors):
+            block.name(category)
+
+    def name_rest(self, category: str) -> None:
+        for block in self._live.values():
+            if not block.passing:
+                block.name(category)
+
+    def _blocks(self, tensors: Iterable[Tensor]) -> Iterator[Block]:
+        for tensor in tensors:
+            if block := self._live.get(_key(tensor)):
+                yield block
+
+
+_UNKNOWN = ""
+
+
+class _Reducer:
+    """DDP's reducer, whose ranks agree on the order of gradients after the first backward."""
+
+    def __init__(self, reducer: Any, ledger: Ledger) -> None:
+        self._reducer, self._ledger = reducer, ledger
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._reducer, name)
+
+    def _rebuild_buckets(self) -> bool:
+        with self._ledger.real_integers():
+            rebuilt: bool = self._reducer._rebuild_buckets()
+            return rebuilt
+
+
+def _key(tensor: Tensor) -> int:
+    """Of the memory of a plain tensor, or of this rank's part of a DTensor."""
+    plain = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return int(plain.untyped_storage()._cdata)
+
+
+def _is_about_integers(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether an operator makes some, or has arguments that are real."""
+    if any(isinstance(leaf, FakeTensor) for leaf in tree_leaves((args, kwargs))):
+        return False
+    return func is not _aten.empty.memory_format or kwargs.get("dtype") == torch.int32
+
+
+def _value(dtype: torch.dtype) -> bool | int | float:
+    if dtype == torch.bool:
+        return True
+    return 1.0 if dtype.is_floating_point else 1
+
+
+@contextmanager
+def _watched_resize(resized: Any) -> Iterator[None]:
+    """``resized`` is called with each storage that was resized in place, which no operator does."""
+    original = torch.UntypedStorage.resize_
+
+    def resize_(storage: torch.UntypedStorage, nbytes: int) -> torch.UntypedStorage:
+        result = original(storage, nbytes)
+        resized(storage)
+        return result
+
+    torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        torch.UntypedStorage.resize_ = original  # type: ignore[method-assign]

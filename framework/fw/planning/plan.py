@@ -1,0 +1,103 @@
+"""``fw plan``: what a run will take, before it runs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fw import config as configuration
+from fw.assemble import check
+from fw.config import Config, LoaderSection
+from fw.errors import UserError
+from fw.meter.document import COMPONENTS, MemoryDocument, RankMemory
+from fw.meter.memory import held_bytes
+from fw.planning.alike import ranks_alike
+from fw.planning.trace import RankTrace, trace_rank
+from fw.recipe import current_world, resolve
+from fw.training.batches import Batches
+from fw.training.inputs import open_data, say
+from fw.training.loading import loader
+
+_PER_HOST = 8
+"""Ranks of a host where nobody says, and that many divide the world."""
+
+
+def plan(config: str | Path | Config, *overrides: str, world_size: int | None = None) -> MemoryDocument:
+    """Predict what each rank of a training run takes, without a GPU, weights, or other processes.
+
+    Args:
+        config: a YAML file, or a config that is loaded already (then without overrides).
+        overrides: ``key=value``, as on the command line.
+        world_size: ranks; by ``launch`` where None.
+
+    Raises:
+        UserError: the config is wrong, as it would be for training.
+    """
+    given = [*overrides, *([] if world_size is None else _launch(config, overrides, world_size))]
+    loaded = config if isinstance(config, Config) else configuration.load(config, given)
+    recipe = resolve(loaded, current_world(), starts=False)
+    device = torch.device("cpu")
+    _, batches, vocab_size = open_data(recipe, say)
+    check(recipe, vocab_size, device, batches.rows)
+    micro_batches = _largest_step(batches)
+    imported = held_bytes(device) or 0
+    alike = ranks_alike(recipe, vocab_size, batches.rows)
+    traces = {rank: trace_rank(recipe, rank, vocab_size, batches.rows, micro_batches) for rank in sorted(set(alike))}
+    ranks = {rank: _memory(rank, trace, imported) for rank, trace in traces.items()}
+    budget = recipe.memory.budget_bytes or _host_memory() // recipe.ranks_per_host
+    per_rank = [replace(ranks[like], rank=rank) for rank, like in enumerate(alike)]
+    return MemoryDocument(recipe.config.name, device.type, recipe.world_size, budget, per_rank, None)
+
+
+def _memory(rank: int, trace: RankTrace, imported: int) -> RankMemory:
+    """Args:
+    imported: bytes that a process with the same libraries holds before it has a model.
+    """
+    step = trace.step
+    most = {name: step.most.get(name, 0) for name in COMPONENTS}
+    peak = step.peak_bytes
+    return RankMemory(rank, peak, peak, peak, 0, imported + peak, step.phase, step.at_peak, most)
+
+
+def _launch(config: str | Path | Config, overrides: Sequence[str], world_size: int) -> list[str]:
+    """The overrides that make so many ranks."""
+    if isinstance(config, Config):
+        raise UserError("plan: world_size is for a file; load the config with launch.devices and launch.nodes")
+    if world_size < 1:
+        raise UserError(f"--world-size: {world_size} is too small; the least is 1")
+    loaded = configuration.load(config, overrides)
+    asked = loaded.tree.get("launch") or {}
+    devices = asked.get("devices") if isinstance(asked, dict) else None
+    per_host = devices if isinstance(devices, int) and devices > 1 else _PER_HOST
+    per_host = per_host if world_size % per_host == 0 else world_size
+    return [f"launch.devices={per_host}", f"launch.nodes={world_size // per_host}"]
+
+
+def _largest_step(batches: Batches) -> list[dict[str, Tensor]]:
+    """The micro-batches of a step whose largest is the largest of an epoch, without those that would tell nothing new."""
+    plans = iter(batches.train_plans(0, 0))
+    chosen = next(plans)
+    if batches.rows.vary:
+        steps = max(1, len(batches.train.samples) // batches.recipe.train.global_batch_size)
+        chosen = max(
+            [chosen, *(plan for _, plan in zip(range(1, steps), plans, strict=False))],
+            key=lambda plan: max(_tokens(batches, indices) for indices in plan.micro_batches),
+        )
+    read = next(iter(loader(batches.train, [chosen], LoaderSection(), torch.device("cpu")))).micro_batches
+    shapes = [{name: tensor.shape for name, tensor in micro.items()} for micro in read]
+    # Of several alike one after another, the first (without gradients), the second and the last of the step do what others do.
+    kept = [n for n in range(len(read)) if n < 2 or n == len(read) - 1 or not shapes[n - 2] == shapes[n - 1] == shapes[n]]
+    return [read[n] for n in kept]
+
+
+def _tokens(batches: Batches, indices: Sequence[int]) -> int:
+    return len(indices) * max((int(batches.train.padded(slice(i, i + 1))[0]) for i in indices), default=0)
+
+
+def _host_memory() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

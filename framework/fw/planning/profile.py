@@ -1,0 +1,46 @@
+"""``fw profile``: what a run takes, measured in a few real steps."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+
+from fw import config as configuration
+from fw.errors import EXIT_OK, RunError, UserError
+from fw.meter.document import MemoryDocument
+from fw.training import run_dir
+from fw.training.run import train
+
+
+def profile(config: str | Path, *overrides: str, steps: int = 3) -> MemoryDocument:
+    """Train for a few steps with every rank, and measure them.
+
+    Args:
+        config: a YAML file.
+        overrides: ``key=value``, as on the command line.
+        steps: whose memory is measured; as many follow that are timed.
+
+    Raises:
+        UserError: the config is wrong.
+        RunError: the run failed.
+    """
+    if steps < 1:
+        raise UserError(f"--steps: {steps} is too small; the least is 1")
+    with tempfile.TemporaryDirectory(prefix="fw-profile-") as directory:
+        own = {
+            "train.max_steps": 2 * steps,
+            "train.val_every": 0,
+            "train.save_every": 0,
+            "train.sample_tokens": 0,
+            "train.run_dir": directory,
+            "memory.measure_step": 1,
+            "memory.measure_steps": steps,
+            "launch.max_restarts": 0,
+            "logger": "[]",
+            "resume": "",
+        }
+        result = train(configuration.load(config, [*overrides, *(f"{key}={value}" for key, value in own.items())]))
+        if result.exit_code != EXIT_OK:
+            raise RunError(f"the run that was to be measured ended with exit code {result.exit_code}")
+        return MemoryDocument.from_json(json.loads((Path(directory) / run_dir.MEMORY).read_text()))

@@ -1,0 +1,41 @@
+"""A memory document in words and columns."""
+
+from __future__ import annotations
+
+from fw.config import format_size
+from fw.meter.document import COMPONENTS, MemoryDocument, RankMemory
+
+
+def table(document: MemoryDocument) -> str:
+    """The rank that takes most, component by component; how the others differ; whether it fits."""
+    rank = document.largest
+    ranks = f"{document.world_size} rank{'s' * (document.world_size > 1)}"
+    lines = [f"{document.config}: {ranks} on {document.device}", ""]
+    lines += [f"{_which(document):<16}{'at the peak':>12}{'at most':>12}"]
+    for name in COMPONENTS:
+        if rank.most.get(name, 0) or rank.at_peak.get(name, 0):
+            lines.append(f"{name:<16}{format_size(rank.at_peak.get(name, 0)):>12}{format_size(rank.most.get(name, 0)):>12}")
+    lines.append(f"{'allocated':<16}{_range(rank):>12}  in {rank.peak_phase}")
+    if rank.driver_peak:
+        lines += [f"{'reserved':<16}{format_size(rank.reserved_peak):>12}", f"{'driver':<16}{format_size(rank.driver_peak):>12}"]
+    lines.append(f"{'host':<16}{format_size(rank.host_peak):>12}")
+    if document.step_time is not None:
+        lines.append(f"{'step':<16}{document.step_time:>10.3g} s")
+    if document.budget is not None:
+        over = rank.taken - document.budget
+        verdict = f"does not fit: {format_size(over)} too much" if over > 0 else f"fits, {format_size(-over)} left"
+        lines.append(f"{'budget':<16}{format_size(document.budget):>12}  {verdict}")
+    return "\n".join(lines)
+
+
+def _which(document: MemoryDocument) -> str:
+    if document.world_size == 1:
+        return "rank 0"
+    alike = all(rank.at_peak == document.largest.at_peak for rank in document.per_rank)
+    return "every rank" if alike else f"rank {document.largest.rank}, most"
+
+
+def _range(rank: RankMemory) -> str:
+    if rank.allocated_peak_low == rank.allocated_peak:
+        return format_size(rank.allocated_peak)
+    return f"{format_size(rank.allocated_peak_low)} to {format_size(rank.allocated_peak)}"

@@ -1,0 +1,103 @@
+"""A rank's training step, run without the bytes."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from fw.assemble import build, start
+from fw.errors import RunError
+from fw.kinds.data import Rows
+from fw.meter.step_memory import StepMemory, StepMeter
+from fw.planning.ledger import Ledger
+from fw.recipe import Recipe
+from fw.training.forward_backward import forward_backward
+
+TRACED = torch.device("cpu")
+"""What fake tensors say they are on: a torch without CUDA cannot trace on any other device."""
+
+
+@dataclass(frozen=True)
+class RankTrace:
+    """What a rank will take.
+
+    Attributes:
+        loaded_bytes: once the model has its weights, before the first step.
+        step: a step after the first one, on which every later one is like it.
+    """
+
+    loaded_bytes: int
+    step: StepMemory
+
+
+def trace_rank(recipe: Recipe, rank: int, vocab_size: int, rows: Rows, micro_batches: Sequence[dict[str, Tensor]]) -> RankTrace:
+    """Assemble and run two steps as this rank, without bytes, values or other ranks.
+
+    Args:
+        vocab_size: rows of the embedding.
+        rows: of the data.
+        micro_batches: of a step, as this rank's replica reads them; only shapes and dtypes matter.
+    """
+    with as_rank(recipe, rank) as mesh, _quiet():
+        built = build(recipe, vocab_size, mesh, TRACED, rows)
+        built.model.train()
+        local = [recipe.sharding.local_batch(micro, mesh) for micro in micro_batches]
+        ledger = Ledger()
+        with torch.compiler.set_stance("force_eager"), ledger:
+            made = start(recipe, built, mesh, TRACED, lambda tensors: None)
+            stepper = made.stepper
+            ledger.ready(stepper.module)
+            gc.collect()
+            loaded = ledger.live_bytes
+            meter = StepMeter(stepper, made.model.blocks, TRACED, ledger.recording)
+            factor = recipe.schedule.factor(0, recipe.train.max_steps)
+            for _ in range(2):
+                batch = [_unread(micro) for micro in local]
+                ahead = [_unread(micro) for micro in local]  # Lightning reads a batch while the one before is computed
+                with meter.step([tensor for micro in batch for tensor in micro.values()]) as measured:
+                    stepper.begin_step(factor)
+                    forward_backward(recipe.objective, stepper, batch, 1.0, meter)
+                    stepper.step(factor)
+                del batch, ahead
+            stepper.close()
+        return RankTrace(loaded, measured[0])
+
+
+def _unread(micro: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in micro.items()}
+
+
+@contextmanager
+def as_rank(recipe: Recipe, rank: int) -> Iterator[DeviceMesh | None]:
+    """The mesh as this rank sees it; nobody answers.
+
+    Raises:
+        RunError: this process is one of several ranks.
+    """
+    if not recipe.mesh_shape:
+        yield None
+        return
+    if dist.is_initialized():
+        raise RunError("a plan is made before ranks meet, and this process is in a process group")
+    dist.init_process_group("fake", rank=rank, world_size=recipe.world_size, store=FakeStore())
+    try:
+        yield init_device_mesh("cpu", tuple(recipe.mesh_shape.values()), mesh_dim_names=tuple(recipe.mesh_shape))
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without what torch warns about where a tensor has no bytes."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
