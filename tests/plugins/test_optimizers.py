@@ -113,7 +113,7 @@ def test_small_updates_of_bf16_weights_are_not_lost():
 def test_codes_are_those_of_bitsandbytes(signed, block):
     functional = pytest.importorskip("bitsandbytes").functional
     table = functional.create_dynamic_map(signed)
-    torch.testing.assert_close(numbers(signed), table, atol=1e-8, rtol=1e-6)
+    torch.testing.assert_close(torch.tensor(numbers(signed)), table, atol=1e-8, rtol=1e-6)
     values = torch.randn(32, 512, generator=torch.Generator().manual_seed(0)) ** 3
     values = values if signed else values.abs()
     codes, scales = quantize(values, block, signed)

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fw.meter.account import Block, History, Recorder, Rules
+from fw.planning.in_place import Sums, references
 
 _aten = torch.ops.aten
 _work_of = torch._C._distributed_c10d._create_work_from_future  # type: ignore[attr-defined]
@@ -42,10 +43,13 @@ class Ledger(TorchDispatchMode):
         self._rules = Rules()
         self._stack = ExitStack()
         self._real_integers = False
+        self._sums = Sums()
 
     def __enter__(self) -> Ledger:
+        references()  # found out where no other mode is
         self._stack.enter_context(self._fake)
         self._stack.enter_context(_watched_resize(self._resized))
+        self._stack.enter_context(_generator_states())
         super().__enter__()
         return self
 
@@ -87,9 +91,12 @@ class Ledger(TorchDispatchMode):
             future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
             future.set_result(tensors)
             return tensors, _work_of(future).boxed()
+        if (sum_of := self._sums.in_place(func, args)) is not None:
+            return sum_of
         out = func(*args, **kwargs)
         for tensor in self._own(out):
             self._saw(tensor, args[0] if func is _aten._to_copy.default else None)
+            self._sums.saw(tensor)
         return out
 
     def _own(self, values: Any) -> Iterator[Tensor]:
@@ -235,3 +242,16 @@ def _watched_resize(resized: Any) -> Iterator[None]:
         yield
     finally:
         torch.UntypedStorage.resize_ = original  # type: ignore[method-assign]
+
+
+@contextmanager
+def _generator_states() -> Iterator[None]:
+    """Whoever takes a generator's state along, for a repetition of dropout, takes a tensor; nothing random is drawn."""
+    get_rng_state, set_rng_state = torch.get_rng_state, torch.set_rng_state
+    size = get_rng_state().numel()
+    torch.get_rng_state = lambda: torch.empty(size, dtype=torch.uint8)
+    torch.set_rng_state = lambda new_state: None
+    try:
+        yield
+    finally:
+        torch.get_rng_state, torch.set_rng_state = get_rng_state, set_rng_state

@@ -79,7 +79,7 @@ def _launch(config: str | Path | Config, overrides: Sequence[str], world_size: i
 
 
 def _largest_step(batches: Batches) -> list[dict[str, Tensor]]:
-    """The micro-batches of a step whose largest is the largest of an epoch, without those that would tell nothing new."""
+    """The micro-batches of a step whose largest is the largest of an epoch."""
     plans = iter(batches.train_plans(0, 0))
     chosen = next(plans)
     if batches.rows.vary:
@@ -88,11 +88,8 @@ def _largest_step(batches: Batches) -> list[dict[str, Tensor]]:
             [chosen, *(plan for _, plan in zip(range(1, steps), plans, strict=False))],
             key=lambda plan: max(_tokens(batches, indices) for indices in plan.micro_batches),
         )
-    read = next(iter(loader(batches.train, [chosen], LoaderSection(), torch.device("cpu")))).micro_batches
-    shapes = [{name: tensor.shape for name, tensor in micro.items()} for micro in read]
-    # Of several alike one after another, the first (without gradients), the second and the last of the step do what others do.
-    kept = [n for n in range(len(read)) if n < 2 or n == len(read) - 1 or not shapes[n - 2] == shapes[n - 1] == shapes[n]]
-    return [read[n] for n in kept]
+    read: list[dict[str, Tensor]] = next(iter(loader(batches.train, [chosen], LoaderSection(), torch.device("cpu")))).micro_batches
+    return read
 
 
 def _tokens(batches: Batches, indices: Sequence[int]) -> int:

@@ -21,6 +21,7 @@ from fw.meter.step_memory import StepMemory, StepMeter
 from fw.planning.ledger import Ledger
 from fw.recipe import Recipe
 from fw.training.forward_backward import forward_backward
+from fw.training.rng import GeneratorStates
 
 TRACED = torch.device("cpu")
 """What fake tensors say they are on: a torch without CUDA cannot trace on any other device."""
@@ -51,6 +52,7 @@ def trace_rank(recipe: Recipe, rank: int, vocab_size: int, rows: Rows, micro_bat
         built = build(recipe, vocab_size, mesh, TRACED, rows)
         built.model.train()
         local = [recipe.sharding.local_batch(micro, mesh) for micro in micro_batches]
+        telling = _telling(local)
         ledger = Ledger()
         with torch.compiler.set_stance("force_eager"), ledger:
             made = start(recipe, built, mesh, TRACED, lambda tensors: None)
@@ -63,17 +65,26 @@ def trace_rank(recipe: Recipe, rank: int, vocab_size: int, rows: Rows, micro_bat
             for _ in range(2):
                 batch = [_unread(micro) for micro in local]
                 ahead = [_unread(micro) for micro in local]  # Lightning reads a batch while the one before is computed
+                generators = GeneratorStates(TRACED)  # as training has them for a step that is repeated
                 with meter.step([tensor for micro in batch for tensor in micro.values()]) as measured:
                     stepper.begin_step(factor)
-                    forward_backward(recipe.objective, stepper, batch, 1.0, meter)
+                    forward_backward(recipe.objective, stepper, [batch[n] for n in telling], 1.0, meter)
                     stepper.step(factor)
-                del batch, ahead
+                del batch, ahead, generators
             stepper.close()
         return RankTrace(loaded, measured[0])
 
 
 def _unread(micro: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in micro.items()}
+
+
+def _telling(micro_batches: Sequence[Mapping[str, Tensor]]) -> list[int]:
+    """Those to compute. Of several alike one after another the first has no gradients yet, the second does what others do, and the last
+    ends the step."""
+    shapes = [{name: tensor.shape for name, tensor in micro.items()} for micro in micro_batches]
+    last = len(shapes) - 1
+    return [n for n in range(len(shapes)) if n < 2 or n == last or not shapes[n - 2] == shapes[n - 1] == shapes[n]]
 
 
 @contextmanager

@@ -7,6 +7,7 @@ code stands for are those of bitsandbytes.
 
 from __future__ import annotations
 
+import itertools
 from abc import abstractmethod
 from functools import cache
 from typing import Any, ClassVar
@@ -20,23 +21,29 @@ from fw_plugins.optimizer.per_parameter import PerParameter, chunks, local, rows
 
 
 @cache
-def numbers(signed: bool) -> Tensor:
-    """The 256 numbers in [-1, 1] or [0, 1] that a code stands for, in rising order ``[256]``.
+def numbers(signed: bool) -> tuple[float, ...]:
+    """The 256 numbers in [-1, 1] or [0, 1] that a code stands for, in rising order.
 
     Seven decades, of which each has twice as many numbers as the one below: what a decade loses in range it gains in precision (section 2.2
     of the paper; "dynamic tree quantization").
     """
     found = [0.0, 1.0]
     for decade in range(7):
-        borders = torch.linspace(0.1, 1, 2 ** (decade if signed else decade + 1) + 1)
-        means = 10.0 ** (decade - 6) * (borders[:-1] + borders[1:]) / 2
-        found += means.tolist() + ((-means).tolist() if signed else [])
-    return torch.tensor(sorted(found))
+        intervals = 2 ** (decade if signed else decade + 1)
+        borders = [0.1 + 0.9 * i / intervals for i in range(intervals + 1)]
+        means = [10.0 ** (decade - 6) * (a + b) / 2 for a, b in itertools.pairwise(borders)]
+        found += means + ([-mean for mean in means] if signed else [])
+    return tuple(sorted(found))
+
+
+def _table(signed: bool, device: torch.device) -> Tensor:
+    """:func:`numbers` as a tensor ``[256]``."""
+    return torch.tensor(numbers(signed), device=device)
 
 
 def quantize(values_RC: Tensor, block: int, signed: bool) -> tuple[Tensor, Tensor]:
     """Codes ``[R, C]`` (uint8), each the nearest, and scales ``[R, C / block]`` (fp32): the largest magnitude of a block."""
-    table = numbers(signed).to(values_RC.device)
+    table = _table(signed, values_RC.device)
     blocks = values_RC.view(values_RC.shape[0], -1, block)
     scales = blocks.abs().amax(dim=-1)
     scaled = blocks / torch.where(scales > 0, scales, 1.0).unsqueeze(-1)
@@ -46,7 +53,7 @@ def quantize(values_RC: Tensor, block: int, signed: bool) -> tuple[Tensor, Tenso
 
 def dequantize(codes_RC: Tensor, scales: Tensor, signed: bool) -> Tensor:
     """Values ``[R, C]`` in fp32."""
-    table = numbers(signed).to(codes_RC.device)
+    table = _table(signed, codes_RC.device)
     values = table[codes_RC.int()].view(*scales.shape, -1)
     return values.mul_(scales.unsqueeze(-1)).view(codes_RC.shape)
 
@@ -89,7 +96,7 @@ class EightBit(PerParameter):
             if block is None:
                 state[name] = torch.zeros_like(parameter, dtype=torch.float32)
                 continue
-            state[name] = torch.full_like(parameter, int((numbers(signed) == 0).nonzero()), dtype=torch.uint8)
+            state[name] = torch.full_like(parameter, numbers(signed).index(0.0), dtype=torch.uint8)
             kept = local(parameter)
             state[f"{name}_scale"] = _as_divided(
                 kept.new_zeros((*kept.shape[:-1], kept.shape[-1] // block), dtype=torch.float32), parameter
