@@ -10,18 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from fw.kinds.model import CausalLM
-
-# Dense tensor-core peaks in FLOP/s from the vendors' data sheets: (bf16 and fp16, fp32 with TF32).
-_DATA_SHEET = {
-    "H200": (989e12, 494e12),
-    "H100 PCIe": (756e12, 378e12),
-    "H100": (989e12, 494e12),
-    "A100": (312e12, 156e12),
-    "L40S": (362e12, 183e12),
-    "V100": (125e12, 15.7e12),
-    "RTX 4090": (165e12, 82.6e12),
-    "RTX 3090": (71e12, 35.6e12),
-}
+from fw.meter.devices import of_product
 
 
 @dataclass(frozen=True)
@@ -47,12 +36,15 @@ class ModelFlops:
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """FLOP/s that MFU is a share of: the data sheet's dense peak where the GPU is known, else a measured matrix product."""
+    """FLOP/s that MFU is a share of: the data sheet's dense peak where the GPU is known, else a measured matrix product.
+
+    For float32 that is TF32's where the GPU has it, for all others float16's.
+    """
     if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
-        for known, (half, full) in _DATA_SHEET.items():
-            if known in name:
-                return full if dtype == torch.float32 else half
+        known = of_product(torch.cuda.get_device_name(device))
+        if known is not None:
+            peaks = known.peak_flops
+            return peaks.get("tf32", peaks["float32"]) if dtype == torch.float32 else peaks["float16"]
     return _measured(device, dtype)
 
 
