@@ -20,6 +20,8 @@ class Block:
 
     nbytes: int
     category: str = UNNAMED
+    optional: bool = False
+    """Whether it may be gone before its end is seen: what a backend needs until its own thread is done."""
     passing: bool = False
     """Whether the category is that of what ranks exchange, until it turns out to be something else: a gradient that was received."""
 
@@ -39,13 +41,15 @@ class Account:
     """What a stretch of time took.
 
     Attributes:
-        peak_bytes: the most at any time.
+        peak_bytes: the most at any time, if all that is optional stays as long as it may.
+        low_bytes: the most, if all of that is gone at once.
         peak_after: the last mark before that; empty for none.
         at_peak: its parts by category.
         most: the most of each category at any time.
     """
 
     peak_bytes: int
+    low_bytes: int
     peak_after: str
     at_peak: dict[str, int]
     most: dict[str, int]
@@ -90,12 +94,21 @@ class History:
         total = sum(by_category.values(), np.zeros(len(self.changes) + 1, np.int64))
         peak = int(total.argmax())
         after = [name for changes, name in self.marks if changes < peak]
+        optional = self._optional()
         return Account(
             int(total[peak]),
+            int((total - optional).max()),
             after[-1] if after else "",
             {category: int(line[peak]) for category, line in by_category.items()},
             {category: int(line.max()) for category, line in by_category.items()},
         )
+
+    def _optional(self) -> NDArray[np.int64]:
+        steps = np.zeros(len(self.changes) + 1, np.int64)
+        for number, (block, sign) in enumerate(self.changes, start=1):
+            if block.optional:
+                steps[number] = sign * block.nbytes
+        return steps.cumsum()
 
     def over_time(self) -> dict[str, NDArray[np.int64]]:
         """For each category its bytes at the beginning and after each change ``[len(changes) + 1]``."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import gc
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -81,17 +82,22 @@ class Allocations(Recorder):
                 for block in (live[a] for a in addresses if a in live) if addresses else live.values():
                     if addresses or not block.passing:
                         block.name(category)
-            elif event.name:
+            elif event.exchanged:
                 for address in event.exchanged:
                     if address in live:
                         live[address].exchange(rules.exchanged)
-            else:
+            elif not event.name:
                 now += event.nbytes
                 if event.nbytes > 0:
                     of = live[event.converted].category if event.converted in live else ""
+                    if event.address in live:  # its end was not seen
+                        now -= live[event.address].nbytes
+                        history.went(live[event.address])
                     live[event.address] = history.came(Block(event.nbytes))
                     if of in rules.copies:
                         live[event.address].name(rules.copies[of])
+                    if event.inside:
+                        live[event.address].exchange(rules.exchanged)
                 elif event.address in live:
                     history.went(live.pop(event.address))
                 self.peak_bytes = max(self.peak_bytes, now)
@@ -115,7 +121,7 @@ def allocations(device: torch.device, rules: Rules | None = None) -> Iterator[Al
         yield found
     assert record.profiler is not None and record.profiler.kineto_results is not None
     tree = record.profiler.kineto_results.experimental_event_tree()
-    found.replay(sorted(_events(tree, device, rules), key=lambda event: event.time), rules)
+    found.replay(_with_unseen_ends(sorted(_events(tree, device, rules), key=lambda event: event.time)), rules)
 
 
 def _leave_trace(name: str) -> None:
@@ -130,6 +136,7 @@ class _Event(NamedTuple):
         name: of a mark or a collective; empty for an allocation or its end.
         nbytes: that were allocated; negative for freed.
         converted: address of what is converted where this is allocated, or 0.
+        inside: allocated by a collective for itself.
         exchanged: addresses of what a collective takes.
     """
 
@@ -138,26 +145,56 @@ class _Event(NamedTuple):
     address: int = 0
     nbytes: int = 0
     converted: int = 0
+    inside: bool = False
     exchanged: tuple[int, ...] = ()
 
 
 def _events(nodes: Iterable[Any], device: torch.device, rules: Rules) -> Iterator[_Event]:
     """Marks, collectives and allocations among the nodes of the profiler's tree."""
-    waiting = [(node, 0) for node in nodes]
+    waiting = [(node, 0, False) for node in nodes]
     while waiting:
-        node, converted = waiting.pop()
+        node, converted, inside = waiting.pop()
         kind, details = node.typed
         if kind == torch._C._profiler._EventType.Allocation:
             if details.device.type == device.type:
-                yield _Event(node.start_time_ns, "", details.ptr, details.alloc_size, converted)
+                yield _Event(node.start_time_ns, "", details.ptr, details.alloc_size, converted, inside)
         elif kind == torch._C._profiler._EventType.TorchOp:
             if details.name.startswith((_MARK, _NAME)):
                 yield _Event(node.start_time_ns, details.name)
             elif details.name == "aten::_to_copy":
                 converted = next(_addresses(details.inputs[:1]), 0)
+            elif details.name.startswith(_GLOO):  # what a thread of gloo does for a collective
+                inside = True
+                yield _Event(node.end_time_ns, details.name)
             elif rules.is_exchange(details.name):
+                inside = True
                 yield _Event(node.start_time_ns, details.name, exchanged=tuple(_addresses(details.inputs)))
-        waiting += [(child, converted) for child in node.children]
+        waiting += [(child, converted, inside) for child in node.children]
+
+
+_GLOO = "gloo:"
+
+
+def _with_unseen_ends(events: list[_Event]) -> list[_Event]:
+    """What a thread of gloo frees after a collective is in no recording, since that is a thread's own. It shows where its address is used
+    again, or where a collective's own memory is there to the last; it went when the next collective was done."""
+    live: dict[int, _Event] = {}
+    unseen: list[_Event] = []
+    for event in events:
+        if event.name:
+            continue
+        before = live.pop(event.address, None)
+        if event.nbytes > 0:
+            live[event.address] = event
+            unseen += [before] if before is not None else []
+    unseen += [event for event in live.values() if event.inside]
+    done = [event.time for event in events if event.name.startswith(_GLOO)]
+    ends = []
+    for event in unseen:
+        after = bisect.bisect_right(done, event.time)
+        if after < len(done):
+            ends.append(_Event(done[after], "", event.address, -event.nbytes))
+    return sorted([*events, *ends], key=lambda event: event.time)
 
 
 def _addresses(inputs: Iterable[Any]) -> Iterator[int]:

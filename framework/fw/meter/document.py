@@ -81,7 +81,7 @@ class RankMemory:
         """Of a rank without a caching allocator, by the steps from the second on; by the first where there is no other."""
         steady = steps[1:] or steps
         highest = max(steady, key=lambda step: step.peak_bytes)
-        lowest = min(step.peak_bytes for step in steady)
+        lowest = min(step.low_bytes for step in steady)
         most = {name: max(step.most.get(name, 0) for step in steady) for name in COMPONENTS}
         peak = highest.peak_bytes
         return RankMemory(rank, peak, lowest, peak, 0, host_peak, highest.phase, highest.at_peak, most)

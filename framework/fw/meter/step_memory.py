@@ -61,6 +61,7 @@ class StepMemory:
     """The peak of a step.
 
     Attributes:
+        low_bytes: the least it may be, where something may be gone earlier.
         phase: forward, backward or step.
         by_category: bytes of :data:`CATEGORIES` at that moment; their sum is ``peak_bytes``.
         at_peak: the same by component of the document.
@@ -68,6 +69,7 @@ class StepMemory:
     """
 
     peak_bytes: int
+    low_bytes: int
     phase: str
     by_category: dict[str, int]
     at_peak: dict[str, int]
@@ -78,7 +80,7 @@ class StepMemory:
         """By what a recording has found."""
         fine, coarse = history.account(), history.account(_COMPONENTS)
         by_category = {category: nbytes for category, nbytes in fine.at_peak.items() if nbytes}
-        return StepMemory(fine.peak_bytes, fine.peak_after or "forward", by_category, coarse.at_peak, coarse.most)
+        return StepMemory(fine.peak_bytes, fine.low_bytes, fine.peak_after or "forward", by_category, coarse.at_peak, coarse.most)
 
 
 Recording = Callable[[torch.device, Rules], AbstractContextManager[Recorder]]

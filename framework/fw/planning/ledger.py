@@ -12,6 +12,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed.tensor import DTensor
@@ -20,9 +21,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fw.meter.account import Block, History, Recorder, Rules
+from fw.planning import gloo
 from fw.planning.in_place import Sums, references
 
 _aten = torch.ops.aten
+_GATHER = torch.ops.c10d._allgather_base_.default
+_WAIT = torch.ops._c10d_functional.wait_tensor.default
+_MOMENT = 0
+"""In place of an address, for what goes at once."""
 _work_of = torch._C._distributed_c10d._create_work_from_future  # type: ignore[attr-defined]
 _PLAIN = (Tensor, FakeTensor, torch.nn.Parameter)
 
@@ -42,6 +48,7 @@ class Ledger(TorchDispatchMode):
         self._recording: _Recording | None = None
         self._rules = Rules()
         self._stack = ExitStack()
+        self._under_way: dict[int, _Work] = {}
         self._real_integers = False
         self._sums = Sums()
 
@@ -94,10 +101,38 @@ class Ledger(TorchDispatchMode):
         if (sum_of := self._sums.in_place(func, args)) is not None:
             return sum_of
         out = func(*args, **kwargs)
+        if self._rules.is_exchange(func._schema.name):
+            out = self._exchange(func, args, out)
         for tensor in self._own(out):
             self._saw(tensor, args[0] if func is _aten._to_copy.default else None)
             self._sums.saw(tensor)
         return out
+
+    def _exchange(self, func: Any, args: Any, out: Any) -> Any:
+        """The backend's own memory: it is there for a moment, and may be until the collective is waited for."""
+        if func is _WAIT:
+            self._waited(args[0].untyped_storage()._cdata)
+        if not (nbytes := gloo.own_bytes(func, args, out)):
+            return out
+        self._came(_MOMENT, Block(nbytes, self._rules.exchanged))
+        self._went(_MOMENT)
+        if func is _GATHER:
+            gathered, _ = out
+            work = _Work(self, gathered.untyped_storage()._cdata)
+            self._under_way[work.key] = work
+            out = gathered, work.boxed()
+            key = work.key
+        elif isinstance(out, Tensor):
+            key = out.untyped_storage()._cdata
+        else:
+            return out
+        self._came(-key, Block(nbytes, self._rules.exchanged, optional=True))
+        return out
+
+    def _waited(self, key: int) -> None:
+        self._under_way.pop(key, None)
+        if -key in self._live:
+            self._went(-key)
 
     def _own(self, values: Any) -> Iterator[Tensor]:
         """The ledger's tensors among these; not those that DTensors make to find out shapes."""
@@ -191,6 +226,19 @@ class _Recording(Recorder):
 
 
 _UNKNOWN = ""
+
+
+class _Work(dist.Work):
+    """A gather under way into the memory at ``key``."""
+
+    def __init__(self, ledger: Ledger, key: int) -> None:
+        super().__init__()
+        self._ledger, self.key = ledger, key
+
+    def wait(self, timeout: Any = None) -> bool:
+        """It is done."""
+        self._ledger._waited(self.key)
+        return True
 
 
 class _Reducer:

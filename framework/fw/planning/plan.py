@@ -61,7 +61,7 @@ def _memory(rank: int, trace: RankTrace, imported: int) -> RankMemory:
     step = trace.step
     most = {name: step.most.get(name, 0) for name in COMPONENTS}
     peak = step.peak_bytes
-    return RankMemory(rank, peak, peak, peak, 0, imported + peak, step.phase, step.at_peak, most)
+    return RankMemory(rank, peak, step.low_bytes, peak, 0, imported + peak, step.phase, step.at_peak, most)
 
 
 def _launch(config: str | Path | Config, overrides: Sequence[str], world_size: int) -> list[str]:
