@@ -110,7 +110,7 @@ def _summary(scores: Sequence[Score]) -> list[str]:
         "95th percentile of the absolute error": [f"{s.percentile95:.3%}" for s in parts.values()],
         "worst underestimate": [f"{s.underestimate:.3%}" if s.underestimate else "none" for s in parts.values()],
         "upper end above the highest measurement, median": [f"{s.median_above:+.3%}" for s in parts.values()],
-        "upper end above the highest measurement, most": [f"{s.overestimate:+.3%}" for s in parts.values()],
+        "upper end above the highest measurement, most": [f"{s.overestimate:+.3%}" if s.overestimate else "never" for s in parts.values()],
         "all measured peaks within the predicted range": [f"{s.within:.0%}" for s in parts.values()],
         "phase of the peak right": [f"{s.phases:.0%}" for s in parts.values()],
         "parameters, gradients, optimizer to the byte": [f"{s.exact:.0%}" for s in parts.values()],

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from fw.config import format_size
 
-_COLOURS = ("#2364aa", "#e8913a", "#2a9d8f")
+_COLOURS = ("#3b86d1", "#e8913a", "#2a9d8f")
 _WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 900, 420, 70, 40, 16, 76
 _STYLE = """.dots text { font: 13px system-ui, sans-serif; fill: #1c2733; } .dots .soft { fill: #66788a; } .dots .grid { stroke: #dfe5ea; }
 .dots .zero { stroke: #66788a; }
@@ -66,7 +66,7 @@ def scatter(groups: Mapping[str, Sequence[Dot]], title: str) -> str:
         for label, nbytes, error in group:
             tip = f"<title>{html.escape(label)}: {error:+.2%} of {format_size(nbytes)}</title>"
             place = f"cx='{x_of(nbytes):.1f}' cy='{y_of(error * 100):.1f}'"
-            out.append(f"<circle {place} r='5' fill='{colour}' fill-opacity='0.75'>{tip}</circle>")
+            out.append(f"<circle {place} r='5' fill='{colour}' fill-opacity='0.8'>{tip}</circle>")
     out.append(
         f"<text x='{_LEFT}' y='{_HEIGHT - 34}'>error of the predicted peak (up: more was predicted) by measured peak of a rank</text>"
     )
