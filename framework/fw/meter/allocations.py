@@ -80,8 +80,7 @@ class Allocations(Recorder):
             elif event.name.startswith(_NAME):
                 category, addresses = self._named[int(event.name.removeprefix(_NAME))]
                 for block in (live[a] for a in addresses if a in live) if addresses else live.values():
-                    if addresses or not block.passing:
-                        block.name(category)
+                    block.name(category)
             elif event.exchanged:
                 for address in event.exchanged:
                     if address in live:
@@ -177,21 +176,25 @@ _GLOO = "gloo:"
 
 def _with_unseen_ends(events: list[_Event]) -> list[_Event]:
     """What a thread of gloo frees after a collective is in no recording, since that is a thread's own. It shows where its address is used
-    again, or where a collective's own memory is there to the last; it went when the next collective was done."""
+    again, or where what a collective had is there to the last; it went when the next collective was done."""
     live: dict[int, _Event] = {}
-    unseen: list[_Event] = []
+    given: dict[int, int] = {}  # address → when a collective had it last
+    unseen: list[tuple[_Event, int]] = []
     for event in events:
+        given |= {address: event.time for address in event.exchanged if address in live}
         if event.name:
             continue
-        before = live.pop(event.address, None)
+        before, when = live.pop(event.address, None), given.pop(event.address, event.time)
         if event.nbytes > 0:
             live[event.address] = event
-            unseen += [before] if before is not None else []
-    unseen += [event for event in live.values() if event.inside]
+            if event.inside:
+                given[event.address] = event.time
+            unseen += [(before, when)] if before is not None else []
+    unseen += [(live[address], when) for address, when in given.items()]
     done = [event.time for event in events if event.name.startswith(_GLOO)]
     ends = []
-    for event in unseen:
-        after = bisect.bisect_right(done, event.time)
+    for event, when in unseen:
+        after = bisect.bisect_right(done, when)
         if after < len(done):
             ends.append(_Event(done[after], "", event.address, -event.nbytes))
     return sorted([*events, *ends], key=lambda event: event.time)

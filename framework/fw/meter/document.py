@@ -78,11 +78,10 @@ class RankMemory:
 
     @staticmethod
     def of_steps(rank: int, steps: Sequence[StepMemory], host_peak: int) -> RankMemory:
-        """Of a rank without a caching allocator, by the steps from the second on; by the first where there is no other."""
-        steady = steps[1:] or steps
-        highest = max(steady, key=lambda step: step.peak_bytes)
-        lowest = min(step.low_bytes for step in steady)
-        most = {name: max(step.most.get(name, 0) for step in steady) for name in COMPONENTS}
+        """Of a rank without a caching allocator, by steps that have come to rest: in a run, those from the second on."""
+        highest = max(steps, key=lambda step: step.peak_bytes)
+        lowest = min(step.low_bytes for step in steps)
+        most = {name: max(step.most.get(name, 0) for step in steps) for name in COMPONENTS}
         peak = highest.peak_bytes
         return RankMemory(rank, peak, lowest, peak, 0, host_peak, highest.phase, highest.at_peak, most)
 

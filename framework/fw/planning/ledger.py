@@ -7,29 +7,24 @@ tensors, and no element is computed. The ledger sees each storage that an operat
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fw.meter.account import Block, History, Recorder, Rules
-from fw.planning import gloo
+from fw.planning.gloo import Gloo
 from fw.planning.in_place import Sums, references
 
 _aten = torch.ops.aten
-_GATHER = torch.ops.c10d._allgather_base_.default
-_WAIT = torch.ops._c10d_functional.wait_tensor.default
-_MOMENT = 0
-"""In place of an address, for what goes at once."""
-_work_of = torch._C._distributed_c10d._create_work_from_future  # type: ignore[attr-defined]
 _PLAIN = (Tensor, FakeTensor, torch.nn.Parameter)
 
 
@@ -48,7 +43,8 @@ class Ledger(TorchDispatchMode):
         self._recording: _Recording | None = None
         self._rules = Rules()
         self._stack = ExitStack()
-        self._under_way: dict[int, _Work] = {}
+        self._gloo = Gloo(self._came, self._went, _key, self._live.__contains__)
+        self._paused = False
         self._real_integers = False
         self._sums = Sums()
 
@@ -57,6 +53,7 @@ class Ledger(TorchDispatchMode):
         self._stack.enter_context(self._fake)
         self._stack.enter_context(_watched_resize(self._resized))
         self._stack.enter_context(_generator_states())
+        self._stack.enter_context(_sharding_found_out_in(self._pause))
         super().__enter__()
         return self
 
@@ -73,6 +70,7 @@ class Ledger(TorchDispatchMode):
     def recording(self, device: torch.device, rules: Rules) -> Iterator[Recorder]:
         """Record what comes and goes; all tensors of a ledger are on one device."""
         assert self._recording is None, "one recording at a time"
+        self._gloo.settle()
         self._recording, self._rules = _Recording(self._live), rules
         try:
             yield self._recording
@@ -84,6 +82,8 @@ class Ledger(TorchDispatchMode):
         if any(kind not in _PLAIN for kind in types):
             return NotImplemented
         kwargs = kwargs or {}
+        if self._paused:
+            return func(*args, **kwargs)
         if func in (_aten._local_scalar_dense.default, _aten.equal.default):
             return _value(args[0].dtype) if func is _aten._local_scalar_dense.default else True
         if self._real_integers and _is_about_integers(func, args, kwargs):
@@ -93,46 +93,26 @@ class Ledger(TorchDispatchMode):
             for tensor in self._own((args, kwargs)):
                 if block := self._live.get(_key(tensor)):
                     block.exchange(self._rules.exchanged)
-        if func is torch.ops.c10d.allreduce_.default:  # whose result DDP's reducer wants from the future
-            tensors = list(args[0])
-            future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
-            future.set_result(tensors)
-            return tensors, _work_of(future).boxed()
+        if (result := self._gloo.instead(func, args)) is not None:
+            return result
         if (sum_of := self._sums.in_place(func, args)) is not None:
             return sum_of
         out = func(*args, **kwargs)
         if self._rules.is_exchange(func._schema.name):
-            out = self._exchange(func, args, out)
+            out = self._gloo.exchange(func, args, out, self._rules.exchanged, self._own)
         for tensor in self._own(out):
             self._saw(tensor, args[0] if func is _aten._to_copy.default else None)
             self._sums.saw(tensor)
         return out
 
-    def _exchange(self, func: Any, args: Any, out: Any) -> Any:
-        """The backend's own memory: it is there for a moment, and may be until the collective is waited for."""
-        if func is _WAIT:
-            self._waited(args[0].untyped_storage()._cdata)
-        if not (nbytes := gloo.own_bytes(func, args, out)):
-            return out
-        self._came(_MOMENT, Block(nbytes, self._rules.exchanged))
-        self._went(_MOMENT)
-        if func is _GATHER:
-            gathered, _ = out
-            work = _Work(self, gathered.untyped_storage()._cdata)
-            self._under_way[work.key] = work
-            out = gathered, work.boxed()
-            key = work.key
-        elif isinstance(out, Tensor):
-            key = out.untyped_storage()._cdata
-        else:
-            return out
-        self._came(-key, Block(nbytes, self._rules.exchanged, optional=True))
-        return out
-
-    def _waited(self, key: int) -> None:
-        self._under_way.pop(key, None)
-        if -key in self._live:
-            self._went(-key)
+    @contextmanager
+    def _pause(self) -> Iterator[None]:
+        """What happens within it is no part of the program."""
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
 
     def _own(self, values: Any) -> Iterator[Tensor]:
         """The ledger's tensors among these; not those that DTensors make to find out shapes."""
@@ -216,8 +196,7 @@ class _Recording(Recorder):
 
     def name_rest(self, category: str) -> None:
         for block in self._live.values():
-            if not block.passing:
-                block.name(category)
+            block.name(category)
 
     def _blocks(self, tensors: Iterable[Tensor]) -> Iterator[Block]:
         for tensor in tensors:
@@ -226,19 +205,6 @@ class _Recording(Recorder):
 
 
 _UNKNOWN = ""
-
-
-class _Work(dist.Work):
-    """A gather under way into the memory at ``key``."""
-
-    def __init__(self, ledger: Ledger, key: int) -> None:
-        super().__init__()
-        self._ledger, self.key = ledger, key
-
-    def wait(self, timeout: Any = None) -> bool:
-        """It is done."""
-        self._ledger._waited(self.key)
-        return True
 
 
 class _Reducer:
@@ -303,3 +269,32 @@ def _generator_states() -> Iterator[None]:
         yield
     finally:
         torch.get_rng_state, torch.set_rng_state = get_rng_state, set_rng_state
+
+
+@contextmanager
+def _sharding_found_out_in(pause: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+    """DTensors find out the shapes of results by operators on whole fake tensors, for which they take the mode that is there."""
+    original = getattr(ShardingPropagator, "_fake_mode_lock", None)  # what they enter for that (torch 2.13)
+    if original is None:
+        yield
+        return
+    ShardingPropagator._fake_mode_lock = _Entered(pause)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        ShardingPropagator._fake_mode_lock = original
+
+
+class _Entered:
+    """A context manager that may be entered again and again."""
+
+    def __init__(self, make: Callable[[], AbstractContextManager[None]]) -> None:
+        self._make = make
+        self._open: list[AbstractContextManager[None]] = []
+
+    def __enter__(self) -> None:
+        self._open.append(self._make())
+        self._open[-1].__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._open.pop().__exit__(*error)

@@ -14,10 +14,10 @@ from fw import config as configuration
 from fw.assemble import check
 from fw.config import Config, LoaderSection
 from fw.errors import UserError
-from fw.meter.document import COMPONENTS, MemoryDocument, RankMemory
+from fw.meter.document import MemoryDocument, RankMemory
 from fw.meter.memory import held_bytes
 from fw.planning.alike import ranks_alike
-from fw.planning.trace import RankTrace, trace_rank
+from fw.planning.trace import trace_rank
 from fw.recipe import current_world, resolve
 from fw.training.batches import Batches
 from fw.training.inputs import open_data, say
@@ -45,23 +45,16 @@ def plan(config: str | Path | Config, *overrides: str, world_size: int | None = 
     _, batches, vocab_size = open_data(recipe, say)
     check(recipe, vocab_size, device, batches.rows)
     micro_batches = _largest_step(batches)
-    imported = held_bytes(device) or 0
+    imported = held_bytes(device) or 0  # what a process with the same libraries holds before it has a model
     alike = ranks_alike(recipe, vocab_size, batches.rows)
     traces = {rank: trace_rank(recipe, rank, vocab_size, batches.rows, micro_batches) for rank in sorted(set(alike))}
-    ranks = {rank: _memory(rank, trace, imported) for rank, trace in traces.items()}
+    ranks = {}
+    for rank, trace in traces.items():
+        found = RankMemory.of_steps(rank, trace.steps, imported)
+        ranks[rank] = replace(found, host_peak=imported + found.allocated_peak)
     budget = recipe.memory.budget_bytes or _host_memory() // recipe.ranks_per_host
     per_rank = [replace(ranks[like], rank=rank) for rank, like in enumerate(alike)]
     return MemoryDocument(recipe.config.name, device.type, recipe.world_size, budget, per_rank, None)
-
-
-def _memory(rank: int, trace: RankTrace, imported: int) -> RankMemory:
-    """Args:
-    imported: bytes that a process with the same libraries holds before it has a model.
-    """
-    step = trace.step
-    most = {name: step.most.get(name, 0) for name in COMPONENTS}
-    peak = step.peak_bytes
-    return RankMemory(rank, peak, step.low_bytes, peak, 0, imported + peak, step.phase, step.at_peak, most)
 
 
 def _launch(config: str | Path | Config, overrides: Sequence[str], world_size: int) -> list[str]:

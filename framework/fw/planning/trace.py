@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from fw.assemble import build, start
+from fw.assemble import Assembly, build, start
 from fw.errors import RunError
 from fw.kinds.data import Rows
 from fw.meter.step_memory import StepMemory, StepMeter
@@ -33,11 +33,11 @@ class RankTrace:
 
     Attributes:
         loaded_bytes: once the model has its weights, before the first step.
-        step: a step after the first one, on which every later one is like it.
+        steps: from the second on; every later one is like one of them.
     """
 
     loaded_bytes: int
-    step: StepMemory
+    steps: Sequence[StepMemory]
 
 
 def trace_rank(recipe: Recipe, rank: int, vocab_size: int, rows: Rows, micro_batches: Sequence[dict[str, Tensor]]) -> RankTrace:
@@ -51,28 +51,41 @@ def trace_rank(recipe: Recipe, rank: int, vocab_size: int, rows: Rows, micro_bat
     with as_rank(recipe, rank) as mesh, _quiet():
         built = build(recipe, vocab_size, mesh, TRACED, rows)
         built.model.train()
-        local = [recipe.sharding.local_batch(micro, mesh) for micro in micro_batches]
-        telling = _telling(local)
-        ledger = Ledger()
-        with torch.compiler.set_stance("force_eager"), ledger:
+        local = [recipe.sharding.local_batch(dict(micro), mesh) for micro in micro_batches]
+        with torch.compiler.set_stance("force_eager"), Ledger() as ledger:
             made = start(recipe, built, mesh, TRACED, lambda tensors: None)
-            stepper = made.stepper
-            ledger.ready(stepper.module)
+            ledger.ready(made.stepper.module)
             gc.collect()
             loaded = ledger.live_bytes
-            meter = StepMeter(stepper, made.model.blocks, TRACED, ledger.recording)
-            factor = recipe.schedule.factor(0, recipe.train.max_steps)
-            for _ in range(2):
-                batch = [_unread(micro) for micro in local]
-                ahead = [_unread(micro) for micro in local]  # Lightning reads a batch while the one before is computed
-                generators = GeneratorStates(TRACED)  # as training has them for a step that is repeated
-                with meter.step([tensor for micro in batch for tensor in micro.values()]) as measured:
-                    stepper.begin_step(factor)
-                    forward_backward(recipe.objective, stepper, [batch[n] for n in telling], 1.0, meter)
-                    stepper.step(factor)
-                del batch, ahead, generators
-            stepper.close()
-        return RankTrace(loaded, measured[0])
+            steps = _steps(recipe, made, ledger, micro_batches, local)
+            made.stepper.close()
+        return RankTrace(loaded, steps)
+
+
+def _steps(
+    recipe: Recipe, made: Assembly, ledger: Ledger, read: Sequence[Mapping[str, Tensor]], local: Sequence[Mapping[str, Tensor]]
+) -> list[StepMemory]:
+    """The steps from the second on: those in which something may still settle, and one in each phase of precision."""
+    stepper = made.stepper
+    meter = StepMeter(stepper, made.model.blocks, TRACED, ledger.recording)
+    factor = recipe.schedule.factor(0, recipe.train.max_steps)
+    telling = _telling(local)
+    found = []
+    for number, phase in enumerate(recipe.precision.phases()):
+        if number:
+            stepper.change_precision(phase.policy)
+            recipe.activation.change_precision()
+        for _ in range(3 if number == 0 else 1):  # optimizer state comes with the first, DDP's final buckets with the second
+            batch = [_unread(micro) for micro in local]
+            ahead = [_unread(micro) for micro in read]  # Lightning reads a batch while the one before is computed
+            generators = GeneratorStates(TRACED)  # as training has them for a step that is repeated
+            with meter.step([tensor for micro in batch for tensor in micro.values()]) as measured:
+                stepper.begin_step(factor)
+                forward_backward(recipe.objective, stepper, [batch[n] for n in telling], 1.0, meter)
+                stepper.step(factor)
+            found += measured
+            del batch, ahead, generators
+    return found[1:]
 
 
 def _unread(micro: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -106,7 +106,7 @@ def _memory(module: TrainingModule, between: BetweenSteps, device: torch.device)
     if not module.memory:
         return None
     steps = [module.memory[step] for step in sorted(module.memory)]
-    own = RankMemory.of_steps(module.global_rank, steps, peak_memory_bytes(torch.device("cpu")))
+    own = RankMemory.of_steps(module.global_rank, steps[1:] or steps, peak_memory_bytes(torch.device("cpu")))
     ranks = module.strategy.gather(own)
     return MemoryDocument(
         recipe.config.name, device.type, recipe.world_size, recipe.memory.budget_bytes, ranks, between.throughput.step_time
