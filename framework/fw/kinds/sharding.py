@@ -176,6 +176,8 @@ class ShardingPlugin(Plugin):
     """Decides how ranks divide the model."""
 
     kind: ClassVar[str] = "sharding"
+    untraceable: ClassVar[str] = ""
+    """Why its step cannot be run without bytes, as a clause; empty where it can, and is planned by that."""
 
     @abstractmethod
     def mesh_shape(self, world_size: int) -> dict[str, int]:

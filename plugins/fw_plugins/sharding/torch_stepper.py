@@ -178,8 +178,7 @@ class TorchStepper(Stepper):
         """This rank's parts of gradients that are not in ``.grad``: on the host, or in a dtype of their own."""
         self._keeps_apart = self._gradients_on_host or apart
         when_there = self._update if self._in_backward else self._sum_up if apart else None
-        for parameter in self._trained if when_there is not None else ():
-            parameter.register_post_accumulate_grad_hook(when_there)
+        self._hooks = [p.register_post_accumulate_grad_hook(when_there) for p in self._trained if when_there is not None]
 
     @property
     def module(self) -> nn.Module:
@@ -330,6 +329,11 @@ class TorchStepper(Stepper):
         for path, tensor in tensors.items():
             name, _, key = path.rpartition("/")
             self._optimizer.load(parameters[name], key, tensor)
+
+    def close(self) -> None:
+        """Parameters would keep the stepper, which keeps them, where no garbage collector looks."""
+        for hook in self._hooks:
+            hook.remove()
 
     def scalars(self) -> dict[str, Any]:
         """The loss scale, where there is one."""
