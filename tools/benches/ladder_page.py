@@ -21,7 +21,7 @@ COLUMNS = {
     "gradients": ("gradients",),
     "activations": ("activations",),
     "head and loss": ("head and loss",),
-    "temporary": ("temporary", "other"),
+    "temporary": ("temporary", "exchanged", "buffers", "inputs", "other"),
 }
 LEGEND = """
 Bytes are by the allocator's own events in the third step (`memory.measure_step=3`), of the rank that took most. Weights include gathered

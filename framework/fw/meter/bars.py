@@ -7,7 +7,10 @@ from collections.abc import Mapping, Sequence
 
 from fw.config import format_size
 
-_COLOURS = ("#2364aa", "#5b9bd5", "#9cc3e6", "#d1495b", "#e8913a", "#2a9d8f", "#8a6fb0", "#b9a48c", "#9aa5b1")
+_COLOURS = (
+    *("#2364aa", "#5b9bd5", "#9cc3e6", "#d1495b", "#e8913a", "#2a9d8f"),
+    *("#8a6fb0", "#c2509a", "#b9a48c", "#6b8f3c", "#d9c14a", "#9aa5b1"),
+)
 _WIDTH, _LEFT, _RIGHT, _TOP = 900, 250, 96, 16
 _BAR, _GAP, _LEGEND = 20, 12, 22
 _STYLE = """.bars text { font: 13px system-ui, sans-serif; fill: #1c2733; } .bars .soft { fill: #66788a; } .bars .grid { stroke: #dfe5ea; }
