@@ -115,7 +115,25 @@ def test_what_is_freed_is_gone():
 def test_values_are_those_of_a_step_that_goes_well():
     with Ledger():
         x = torch.randn(3)
-        assert bool(x.sum().isfinite()) and float(x[0]) == 1.0 and int(torch.zeros((), dtype=torch.int64)) == 1
+        assert bool(x.sum().isfinite()) and float(x[0]) == 1.0
+        bad = torch.zeros(1)
+        bad += x.isnan().logical_or(x.isinf()).float().max()
+        assert not bad.item(), "no flag is raised"
+        count = torch.zeros((), dtype=torch.int64)
+        assert int(count) == 0
+        count += 1
+        assert int(count) == 1
+        assert int(torch.tensor(7)) == 7
+
+
+def test_modules_convert_their_parameters():
+    with Ledger() as ledger:
+        linear = nn.Linear(100, 100, bias=False)
+        before = ledger.live_bytes
+        weight = linear.weight
+        linear.to(torch.bfloat16)
+        assert linear.weight is weight and weight.dtype == torch.bfloat16
+        assert ledger.live_bytes == before - 20_000
 
 
 def test_everything_is_as_it_was_afterwards():

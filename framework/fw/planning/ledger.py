@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 from fw.meter.account import Block, History, Recorder, Rules
 from fw.planning.gloo import Gloo
 from fw.planning.in_place import Sums, references
+from fw.planning.zeros import Zeros
 
 _aten = torch.ops.aten
 _PLAIN = (Tensor, FakeTensor, torch.nn.Parameter)
@@ -31,8 +32,8 @@ _PLAIN = (Tensor, FakeTensor, torch.nn.Parameter)
 class Ledger(TorchDispatchMode):
     """Entered, all that is computed is fake, and what would be allocated is known.
 
-    Values that Python asks for (:meth:`Tensor.item`) are true, 1 or 1.0: steps are finite, and branches that a value decides are not
-    followed both ways. Collectives of a ``fake`` process group give back what they were given.
+    Values that Python asks for (:meth:`Tensor.item`) are 1, but 0 where that is known (:class:`Zeros`): steps are finite, and branches that
+    a value decides are not followed both ways. Collectives of a ``fake`` process group give back what they were given.
     """
 
     def __init__(self) -> None:
@@ -47,12 +48,14 @@ class Ledger(TorchDispatchMode):
         self._paused = False
         self._real_integers = False
         self._sums = Sums()
+        self._zeros = Zeros()
 
     def __enter__(self) -> Ledger:
         references()  # found out where no other mode is
         self._stack.enter_context(self._fake)
         self._stack.enter_context(_watched_resize(self._resized))
         self._stack.enter_context(_generator_states())
+        self._stack.enter_context(_converted_in_place())
         self._stack.enter_context(_sharding_found_out_in(self._pause))
         super().__enter__()
         return self
@@ -84,8 +87,10 @@ class Ledger(TorchDispatchMode):
         kwargs = kwargs or {}
         if self._paused:
             return func(*args, **kwargs)
-        if func in (_aten._local_scalar_dense.default, _aten.equal.default):
-            return _value(args[0].dtype) if func is _aten._local_scalar_dense.default else True
+        if func is _aten.equal.default:
+            return True
+        if func is _aten._local_scalar_dense.default and getattr(args[0], "constant", None) is None:  # else it is known
+            return _value(args[0].dtype, self._zeros.has(args[0]))
         if self._real_integers and _is_about_integers(func, args, kwargs):
             with unset_fake_temporarily():
                 return func(*args, **kwargs)
@@ -100,6 +105,7 @@ class Ledger(TorchDispatchMode):
         out = func(*args, **kwargs)
         if self._rules.is_exchange(func._schema.name):
             out = self._gloo.exchange(func, args, out, self._rules.exchanged, self._own)
+        self._zeros.saw(func, args, kwargs, out)
         for tensor in self._own(out):
             self._saw(tensor, args[0] if func is _aten._to_copy.default else None)
             self._sums.saw(tensor)
@@ -235,10 +241,9 @@ def _is_about_integers(func: Any, args: Any, kwargs: Any) -> bool:
     return func is not _aten.empty.memory_format or kwargs.get("dtype") == torch.int32
 
 
-def _value(dtype: torch.dtype) -> bool | int | float:
-    if dtype == torch.bool:
-        return True
-    return 1.0 if dtype.is_floating_point else 1
+def _value(dtype: torch.dtype, zero: bool) -> bool | int | float:
+    kind = bool if dtype == torch.bool else float if dtype.is_floating_point else int
+    return kind(not zero)
 
 
 @contextmanager
@@ -298,3 +303,30 @@ class _Entered:
 
     def __exit__(self, *error: Any) -> None:
         self._open.pop().__exit__(*error)
+
+
+@contextmanager
+def _converted_in_place() -> Iterator[None]:
+    """Modules give parameters that are plain tensors other data when they convert them, and refuse to for fake ones."""
+    original = nn.Module._apply
+
+    def _apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        fakes: dict[str, Any] = {name: p for name, p in self._parameters.items() if isinstance(p, FakeTensor)}
+        for name in fakes:
+            self._parameters[name] = None
+        try:
+            original(self, fn, recurse)
+        finally:
+            self._parameters.update(fakes)
+        with torch.no_grad():
+            for parameter in fakes.values():
+                parameter.data = fn(parameter)
+                if parameter.grad is not None:
+                    parameter.grad.data = fn(parameter.grad)
+        return self
+
+    nn.Module._apply = _apply  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module._apply = original  # type: ignore[method-assign]
