@@ -137,6 +137,7 @@ class _Event(NamedTuple):
         converted: address of what is converted where this is allocated, or 0.
         inside: allocated by a collective for itself.
         exchanged: addresses of what a collective takes.
+        began: when a thread of gloo began what it has done now.
     """
 
     time: int
@@ -146,6 +147,7 @@ class _Event(NamedTuple):
     converted: int = 0
     inside: bool = False
     exchanged: tuple[int, ...] = ()
+    began: int = 0
 
 
 def _events(nodes: Iterable[Any], device: torch.device, rules: Rules) -> Iterator[_Event]:
@@ -164,7 +166,7 @@ def _events(nodes: Iterable[Any], device: torch.device, rules: Rules) -> Iterato
                 converted = next(_addresses(details.inputs[:1]), 0)
             elif details.name.startswith(_GLOO):  # what a thread of gloo does for a collective
                 inside = True
-                yield _Event(node.end_time_ns, details.name)
+                yield _Event(node.end_time_ns, details.name, began=node.start_time_ns)
             elif rules.is_exchange(details.name):
                 inside = True
                 yield _Event(node.start_time_ns, details.name, exchanged=tuple(_addresses(details.inputs)))
@@ -176,7 +178,7 @@ _GLOO = "gloo:"
 
 def _with_unseen_ends(events: list[_Event]) -> list[_Event]:
     """What a thread of gloo frees after a collective is in no recording, since that is a thread's own. It shows where its address is used
-    again, or where what a collective had is there to the last; it went when the next collective was done."""
+    again, or where what a collective had is there to the last; it went when the next collective that gloo began was done."""
     live: dict[int, _Event] = {}
     given: dict[int, int] = {}  # address → when a collective had it last
     unseen: list[tuple[_Event, int]] = []
@@ -191,12 +193,12 @@ def _with_unseen_ends(events: list[_Event]) -> list[_Event]:
                 given[event.address] = event.time
             unseen += [(before, when)] if before is not None else []
     unseen += [(live[address], when) for address, when in given.items()]
-    done = [event.time for event in events if event.name.startswith(_GLOO)]
+    done = sorted((event.began, event.time) for event in events if event.name.startswith(_GLOO))
     ends = []
     for event, when in unseen:
-        after = bisect.bisect_right(done, when)
+        after = bisect.bisect_right(done, (when, 0))
         if after < len(done):
-            ends.append(_Event(done[after], "", event.address, -event.nbytes))
+            ends.append(_Event(done[after][1], "", event.address, -event.nbytes))
     return sorted([*events, *ends], key=lambda event: event.time)
 
 
