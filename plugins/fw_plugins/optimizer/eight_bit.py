@@ -7,9 +7,7 @@ code stands for are those of bitsandbytes.
 
 from __future__ import annotations
 
-import itertools
 from abc import abstractmethod
-from functools import cache
 from typing import Any, ClassVar
 
 import torch
@@ -20,20 +18,26 @@ from fw.errors import UserError
 from fw_plugins.optimizer.per_parameter import PerParameter, chunks, local, rows
 
 
-@cache
+def _numbers(signed: bool) -> tuple[float, ...]:
+    found = [0.0, 1.0]
+    for decade in range(7):
+        borders = torch.linspace(0.1, 1, 2 ** (decade if signed else decade + 1) + 1, device="cpu")
+        means = 10.0 ** (decade - 6) * (borders[:-1] + borders[1:]) / 2
+        found += means.tolist() + ((-means).tolist() if signed else [])
+    return tuple(sorted(found))
+
+
+_NUMBERS = {signed: _numbers(signed) for signed in (True, False)}
+"""Made once, as numbers: a tensor that is made while a plan is traced has no values."""
+
+
 def numbers(signed: bool) -> tuple[float, ...]:
     """The 256 numbers in [-1, 1] or [0, 1] that a code stands for, in rising order.
 
     Seven decades, of which each has twice as many numbers as the one below: what a decade loses in range it gains in precision (section 2.2
     of the paper; "dynamic tree quantization").
     """
-    found = [0.0, 1.0]
-    for decade in range(7):
-        intervals = 2 ** (decade if signed else decade + 1)
-        borders = [0.1 + 0.9 * i / intervals for i in range(intervals + 1)]
-        means = [10.0 ** (decade - 6) * (a + b) / 2 for a, b in itertools.pairwise(borders)]
-        found += means + ([-mean for mean in means] if signed else [])
-    return tuple(sorted(found))
+    return _NUMBERS[signed]
 
 
 def _table(signed: bool, device: torch.device) -> Tensor:
