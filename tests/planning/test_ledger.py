@@ -119,6 +119,8 @@ def test_values_are_those_of_a_step_that_goes_well():
         bad = torch.zeros(1)
         bad += x.isnan().logical_or(x.isinf()).float().max()
         assert not bad.item(), "no flag is raised"
+        norm = x.norm()
+        assert not (~torch.isfinite(norm) | (norm < 0)).any(), "nor is this one"
         count = torch.zeros((), dtype=torch.int64)
         assert int(count) == 0
         count += 1

@@ -1,7 +1,7 @@
 """`fw plan` against `fw profile` on configurations drawn by chance: docs/accuracy.md and its picture.
 
     tools/bench accuracy --seed 1 --seed 2
-    tools/bench accuracy --seed 1 --only single --limit 3 --out /tmp/accuracy
+    tools/bench accuracy --seed 1 --only single --limit 3 --out runs/accuracy
 
 Results are kept after each configuration, with fw's commit; the same command goes on where it was interrupted, and measures anew what is
 no longer in their file. What `fw plan` refuses (exit code 2) is counted with its sentence, and another configuration drawn in its place.

@@ -21,9 +21,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fw.meter.account import Block, History, Recorder, Rules
+from fw.planning.flags import Flags
 from fw.planning.gloo import Gloo
 from fw.planning.in_place import Sums, references
-from fw.planning.zeros import Zeros
 
 _aten = torch.ops.aten
 _PLAIN = (Tensor, FakeTensor, torch.nn.Parameter)
@@ -32,7 +32,7 @@ _PLAIN = (Tensor, FakeTensor, torch.nn.Parameter)
 class Ledger(TorchDispatchMode):
     """Entered, all that is computed is fake, and what would be allocated is known.
 
-    Values that Python asks for (:meth:`Tensor.item`) are 1, but 0 where that is known (:class:`Zeros`): steps are finite, and branches that
+    Values that Python asks for (:meth:`Tensor.item`) are 1, but 0 where that is known (:class:`Flags`): steps are finite, and branches that
     a value decides are not followed both ways. Collectives of a ``fake`` process group give back what they were given.
     """
 
@@ -48,7 +48,7 @@ class Ledger(TorchDispatchMode):
         self._paused = False
         self._real_integers = False
         self._sums = Sums()
-        self._zeros = Zeros()
+        self._flags = Flags()
 
     def __enter__(self) -> Ledger:
         references()  # found out where no other mode is
@@ -90,7 +90,7 @@ class Ledger(TorchDispatchMode):
         if func is _aten.equal.default:
             return True
         if func is _aten._local_scalar_dense.default and getattr(args[0], "constant", None) is None:  # else it is known
-            return _value(args[0].dtype, self._zeros.has(args[0]))
+            return _value(args[0].dtype, self._flags.of(args[0]))
         if self._real_integers and _is_about_integers(func, args, kwargs):
             with unset_fake_temporarily():
                 return func(*args, **kwargs)
@@ -105,7 +105,7 @@ class Ledger(TorchDispatchMode):
         out = func(*args, **kwargs)
         if self._rules.is_exchange(func._schema.name):
             out = self._gloo.exchange(func, args, out, self._rules.exchanged, self._own)
-        self._zeros.saw(func, args, kwargs, out)
+        self._flags.saw(func, args, kwargs, out)
         for tensor in self._own(out):
             self._saw(tensor, args[0] if func is _aten._to_copy.default else None)
             self._sums.saw(tensor)
@@ -241,9 +241,9 @@ def _is_about_integers(func: Any, args: Any, kwargs: Any) -> bool:
     return func is not _aten.empty.memory_format or kwargs.get("dtype") == torch.int32
 
 
-def _value(dtype: torch.dtype, zero: bool) -> bool | int | float:
+def _value(dtype: torch.dtype, flag: bool) -> bool | int | float:
     kind = bool if dtype == torch.bool else float if dtype.is_floating_point else int
-    return kind(not zero)
+    return kind(flag)
 
 
 @contextmanager
