@@ -32,7 +32,7 @@ class Zero(ShardingPlugin):
         "replicate": "zero divides state over all ranks; copies of a divided model are sharding=fsdp's",
     }
     packages = {"deepspeed": "deepspeed"}  # noqa: RUF012
-    untraceable = "DeepSpeed's engine moves and reads what has no bytes"
+    untraceable = "DeepSpeed reads numbers that ranks send each other"
 
     def mesh_shape(self, world_size: int) -> dict[str, int]:
         """All ranks divide the state and see different samples."""
