@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 
 from fw import config as configuration
-from fw.errors import EXIT_OK, RunError, UserError
+from fw.errors import EXIT_INTERRUPTED, EXIT_OK, RunError, UserError
 from fw.meter.document import MemoryDocument
 from fw.training import run_dir
 from fw.training.run import train
@@ -24,6 +24,7 @@ def profile(config: str | Path, *overrides: str, steps: int = 3) -> MemoryDocume
     Raises:
         UserError: the config is wrong.
         RunError: the run failed.
+        KeyboardInterrupt: it was stopped by Ctrl-C.
     """
     if steps < 1:
         raise UserError(f"--steps: {steps} is too small; the least is 1")
@@ -41,6 +42,8 @@ def profile(config: str | Path, *overrides: str, steps: int = 3) -> MemoryDocume
             "resume": "",
         }
         result = train(configuration.load(config, [*overrides, *(f"{key}={value}" for key, value in own.items())]))
+        if result.exit_code == EXIT_INTERRUPTED:
+            raise KeyboardInterrupt
         if result.exit_code != EXIT_OK:
             raise RunError(f"the run that was to be measured ended with exit code {result.exit_code}")
         return MemoryDocument.from_json(json.loads((Path(directory) / run_dir.MEMORY).read_text()))
