@@ -1,0 +1,98 @@
+"""What torch does around operators, and what it would do with tensors that have no bytes: changed while a ledger is entered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+
+
+@contextmanager
+def watched_resize(resized: Any) -> Iterator[None]:
+    """``resized`` is called with each storage that was resized in place, which no operator does."""
+    original = torch.UntypedStorage.resize_
+
+    def resize_(storage: torch.UntypedStorage, nbytes: int) -> torch.UntypedStorage:
+        result = original(storage, nbytes)
+        resized(storage)
+        return result
+
+    torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        torch.UntypedStorage.resize_ = original  # type: ignore[method-assign]
+
+
+@contextmanager
+def generator_states() -> Iterator[None]:
+    """Whoever takes a generator's state along, for a repetition of dropout, takes a tensor; nothing random is drawn."""
+    get_rng_state, set_rng_state = torch.get_rng_state, torch.set_rng_state
+    size = get_rng_state().numel()
+    torch.get_rng_state = lambda: torch.empty(size, dtype=torch.uint8)
+    torch.set_rng_state = lambda new_state: None
+    try:
+        yield
+    finally:
+        torch.get_rng_state, torch.set_rng_state = get_rng_state, set_rng_state
+
+
+@contextmanager
+def sharding_found_out_in(pause: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+    """DTensors find out the shapes of results by operators on whole fake tensors, for which they take the mode that is there."""
+    original = getattr(ShardingPropagator, "_fake_mode_lock", None)  # what they enter for that (torch 2.13)
+    if original is None:
+        yield
+        return
+    ShardingPropagator._fake_mode_lock = _Entered(pause)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        ShardingPropagator._fake_mode_lock = original
+
+
+class _Entered:
+    """A context manager that may be entered again and again."""
+
+    def __init__(self, make: Callable[[], AbstractContextManager[None]]) -> None:
+        self._make = make
+        self._open: list[AbstractContextManager[None]] = []
+
+    def __enter__(self) -> None:
+        self._open.append(self._make())
+        self._open[-1].__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._open.pop().__exit__(*error)
+
+
+@contextmanager
+def converted_in_place() -> Iterator[None]:
+    """Modules give parameters that are plain tensors other data when they convert them, and refuse to for fake ones."""
+    original = nn.Module._apply
+
+    def _apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        fakes: dict[str, Any] = {name: p for name, p in self._parameters.items() if isinstance(p, FakeTensor)}
+        for name in fakes:
+            self._parameters[name] = None
+        try:
+            original(self, fn, recurse)
+        finally:
+            self._parameters.update(fakes)
+        with torch.no_grad():
+            for parameter in fakes.values():
+                parameter.data = fn(parameter)
+                if parameter.grad is not None:
+                    parameter.grad.data = fn(parameter.grad)
+        return self
+
+    nn.Module._apply = _apply  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module._apply = original  # type: ignore[method-assign]
