@@ -23,10 +23,14 @@ from fw.meter.account import Block, History, Recorder, Rules
 from fw.planning.flags import Flags
 from fw.planning.gloo import Gloo
 from fw.planning.in_place import Sums, references
-from fw.planning.patches import converted_in_place, generator_states, sharding_found_out_in, watched_resize
+from fw.planning.patches import converted_in_place, generator_states, sharding_found_out_in, sharding_remembered, watched_resize
 
 _aten = torch.ops.aten
 _PLAIN = (Tensor, FakeTensor, torch.nn.Parameter)
+
+
+class Touched(Exception):
+    """An operator takes what was to be left alone."""
 
 
 class Ledger(TorchDispatchMode):
@@ -49,6 +53,7 @@ class Ledger(TorchDispatchMode):
         self._real_integers = False
         self._sums = Sums()
         self._flags = Flags()
+        self._left_alone: frozenset[int] = frozenset()
 
     def __enter__(self) -> Ledger:
         references()  # found out where no other mode is
@@ -57,6 +62,7 @@ class Ledger(TorchDispatchMode):
         self._stack.enter_context(generator_states())
         self._stack.enter_context(converted_in_place())
         self._stack.enter_context(sharding_found_out_in(self._pause))
+        self._stack.enter_context(sharding_remembered())
         super().__enter__()
         return self
 
@@ -68,6 +74,33 @@ class Ledger(TorchDispatchMode):
     def live_bytes(self) -> int:
         """Allocated now."""
         return sum(block.nbytes for block in self._live.values())
+
+    def block_of(self, tensor: Tensor) -> Block | None:
+        """What a tensor lies in; None where that is not the ledger's."""
+        return self._live.get(_key(tensor))
+
+    @contextmanager
+    def leaving_alone(self, tensors: Iterable[Tensor]) -> Iterator[None]:
+        """Within it an operator that takes one of these raises :class:`Touched`."""
+        before, self._left_alone = self._left_alone, frozenset(map(_key, tensors))
+        try:
+            yield
+        finally:
+            self._left_alone = before
+
+    def bind(self, tensor: Tensor, block: Block) -> None:
+        """From now on it lies in ``block``."""
+        self._live[_key(tensor)] = block
+
+    def stand_in(self, block: Block) -> Tensor:
+        """A tensor ``[nbytes]`` of bytes that lies in ``block``, whose coming is not recorded; its end is."""
+        recording, self._recording = self._recording, None
+        try:
+            tensor = torch.empty(block.nbytes, dtype=torch.uint8)
+        finally:
+            self._recording = recording
+        self.bind(tensor, block)
+        return tensor
 
     @contextmanager
     def recording(self, device: torch.device, rules: Rules) -> Iterator[Recorder]:
@@ -87,6 +120,8 @@ class Ledger(TorchDispatchMode):
         kwargs = kwargs or {}
         if self._paused:
             return func(*args, **kwargs)
+        if self._left_alone and any(_key(tensor) in self._left_alone for tensor in self._own((args, kwargs))):
+            raise Touched(f"{func} takes what was to be left alone")
         if func is _aten.equal.default:
             return True
         if func is _aten._local_scalar_dense.default and getattr(args[0], "constant", None) is None:  # else it is known

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import _dispatch as dtensor_dispatch
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
 
@@ -54,6 +55,20 @@ def sharding_found_out_in(pause: Callable[[], AbstractContextManager[None]]) -> 
         yield
     finally:
         ShardingPropagator._fake_mode_lock = original
+
+
+@contextmanager
+def sharding_remembered() -> Iterator[None]:
+    """DTensors look up again what they have found out about an operator, which they would not do in a trace of the compiler's."""
+    original = getattr(dtensor_dispatch, "_are_we_tracing", None)  # what they ask (torch 2.13)
+    if original is None:
+        yield
+        return
+    dtensor_dispatch._are_we_tracing = lambda: False  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        dtensor_dispatch._are_we_tracing = original  # type: ignore[attr-defined]
 
 
 class _Entered:

@@ -47,7 +47,7 @@ def plan(config: str | Path | Config, *overrides: str, world_size: int | None = 
     device = torch.device("cpu")
     _, batches, vocab_size = open_data(recipe, say)
     check(recipe, vocab_size, device, batches.rows)
-    micro_batches = _largest_step(batches)
+    micro_batches = largest_step(batches)
     imported = held_bytes(device) or 0  # what a process with the same libraries holds before it has a model
     alike = ranks_alike(recipe, vocab_size, batches.rows)
     traces = {rank: trace_rank(recipe, rank, vocab_size, batches.rows, micro_batches) for rank in sorted(set(alike))}
@@ -74,7 +74,7 @@ def _launch(config: str | Path | Config, overrides: Sequence[str], world_size: i
     return [f"launch.devices={per_host}", f"launch.nodes={world_size // per_host}"]
 
 
-def _largest_step(batches: Batches) -> list[dict[str, Tensor]]:
+def largest_step(batches: Batches) -> list[dict[str, Tensor]]:
     """The micro-batches of a step whose largest is the largest of an epoch."""
     plans = iter(batches.train_plans(0, 0))
     chosen = next(plans)

@@ -12,13 +12,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fw.assemble import Assembly, build, start
 from fw.errors import RunError
 from fw.kinds.data import Rows
 from fw.meter.step_memory import StepMemory, StepMeter
+from fw.planning.expand import NotRepeatable
 from fw.planning.ledger import Ledger
+from fw.planning.repeat import Repetition
 from fw.recipe import Recipe
 from fw.training.forward_backward import forward_backward
 from fw.training.rng import GeneratorStates
@@ -34,10 +37,12 @@ class RankTrace:
     Attributes:
         loaded_bytes: once the model has its weights, before the first step.
         steps: from the second on; every later one is like one of them.
+        left_out: blocks that others stood for.
     """
 
     loaded_bytes: int
     steps: Sequence[StepMemory]
+    left_out: int
 
 
 def trace_rank(recipe: Recipe, rank: int, vocab_size: int, rows: Rows, micro_batches: Sequence[dict[str, Tensor]]) -> RankTrace:
@@ -48,6 +53,20 @@ def trace_rank(recipe: Recipe, rank: int, vocab_size: int, rows: Rows, micro_bat
         rows: of the data.
         micro_batches: of a step, as this rank's replica reads them; only shapes and dtypes matter.
     """
+    try:
+        return trace_blocks(recipe, rank, vocab_size, rows, micro_batches, whole=False)
+    except Exception:  # whatever a model says where blocks are missing; if it is at fault, it says so again
+        return trace_blocks(recipe, rank, vocab_size, rows, micro_batches, whole=True)
+
+
+def trace_blocks(
+    recipe: Recipe, rank: int, vocab_size: int, rows: Rows, micro_batches: Sequence[dict[str, Tensor]], whole: bool
+) -> RankTrace:
+    """The same, with every block or with as few as stand for all.
+
+    Raises:
+        NotRepeatable: blocks that look alike are not.
+    """
     with as_rank(recipe, rank) as mesh, _quiet():
         built = build(recipe, vocab_size, mesh, TRACED, rows)
         built.model.train()
@@ -57,17 +76,26 @@ def trace_rank(recipe: Recipe, rank: int, vocab_size: int, rows: Rows, micro_bat
             ledger.ready(made.stepper.module)
             gc.collect()
             loaded = ledger.live_bytes
-            steps = _steps(recipe, made, ledger, micro_batches, local)
+            repetition = None if whole else Repetition.of(made, ledger)
+            steps = _steps(recipe, made, ledger, micro_batches, local, repetition)
             made.stepper.close()
-        return RankTrace(loaded, steps)
+        return RankTrace(loaded, steps, 0 if repetition is None else repetition.left_out)
 
 
 def _steps(
-    recipe: Recipe, made: Assembly, ledger: Ledger, read: Sequence[Mapping[str, Tensor]], local: Sequence[Mapping[str, Tensor]]
+    recipe: Recipe,
+    made: Assembly,
+    ledger: Ledger,
+    read: Sequence[Mapping[str, Tensor]],
+    local: Sequence[Mapping[str, Tensor]],
+    repetition: Repetition | None,
 ) -> list[StepMemory]:
-    """The steps from the second on: those in which something may still settle, and one in each phase of precision."""
+    """The steps from the second on: those in which something may still settle, and one in each phase of precision.
+
+    Raises:
+        NotRepeatable: blocks that look alike are not.
+    """
     stepper = made.stepper
-    meter = StepMeter(stepper, made.model.blocks, TRACED, ledger.recording)
     factor = recipe.schedule.factor(0, recipe.train.max_steps)
     telling = _telling(local)
     found = []
@@ -75,7 +103,10 @@ def _steps(
         if number:
             stepper.change_precision(phase.policy)
             recipe.activation.change_precision()
-        for _ in range(3 if number == 0 else 1):  # optimizer state comes with the first, DDP's final buckets with the second
+        # Optimizer state comes with the first step, DDP's final buckets with the second; of repeated blocks two steps must agree.
+        for again in range(3 if number == 0 else 1 if repetition is None else 2):
+            recording = ledger.recording if repetition is None else repetition.recording(again % 2)
+            meter = StepMeter(stepper, made.model.blocks, TRACED, recording)
             batch = [_unread(micro) for micro in local]
             ahead = [_unread(micro) for micro in read]  # Lightning reads a batch while the one before is computed
             generators = GeneratorStates(TRACED)  # as training has them for a step that is repeated
@@ -85,6 +116,8 @@ def _steps(
                 stepper.step(factor)
             found += measured
             del batch, ahead, generators
+        if repetition is not None and found[-1] != found[-2]:
+            raise NotRepeatable("a step with more blocks is not what fewer say")
     return found[1:]
 
 
@@ -117,6 +150,7 @@ def as_rank(recipe: Recipe, rank: int) -> Iterator[DeviceMesh | None]:
         yield init_device_mesh("cpu", tuple(recipe.mesh_shape.values()), mesh_dim_names=tuple(recipe.mesh_shape))
     finally:
         dist.destroy_process_group()
+        _clear_sharding_prop_cache()  # it knows process groups by names, which another rank's are not
 
 
 @contextmanager

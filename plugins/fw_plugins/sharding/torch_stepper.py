@@ -297,6 +297,7 @@ class TorchStepper(Stepper):
         """The model's own names."""
         return self._model.named_parameters()
 
+    @torch.no_grad()
     def kept(self) -> KeptTensors:
         """Parts of DTensors as they are."""
         state = [value for p in self._trained for value in self._optimizer.state(p).values()]

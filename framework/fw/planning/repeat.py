@@ -1,0 +1,232 @@
+"""Steps in which some of a model's blocks stand for all: forward and backward leave out blocks that others are like, the update does not.
+
+What a step with few blocks did becomes what one with all would do (:mod:`fw.planning.expand`). Nothing is assumed about blocks: whoever
+uses this compares steps with different numbers of them, and steps with all are there where they do not agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
+
+from fw.assemble import Assembly
+from fw.meter.account import Block, History, Recorder, Rules
+from fw.planning.expand import Copies, NotRepeatable, Stretch, expand
+from fw.planning.ledger import Ledger
+from fw.planning.pattern import Pattern, pattern_of
+
+
+class Repetition:
+    """Leaves blocks of a model out. Used by one step after another."""
+
+    def __init__(self, pattern: Pattern, made: Assembly, ledger: Ledger) -> None:
+        self._pattern, self._stepper, self._ledger = pattern, made.stepper, ledger
+        self._blocks = list(made.model.blocks)
+        self.module = made.stepper.module
+        self._list = _list_of(made.model, self._blocks)
+        self._trained = [p for p in made.model.parameters() if p.requires_grad]
+
+    @staticmethod
+    def of(made: Assembly, ledger: Ledger) -> Repetition | None:
+        """None for a model of few blocks, or of too many kinds, and where something waits for the gradients of all."""
+        if isinstance(made.stepper.module, DistributedDataParallel):
+            return None
+        pattern = pattern_of(made.model)
+        return Repetition(pattern, made, ledger) if pattern is not None else None
+
+    def recording(self, more: int) -> Callable[[torch.device, Rules], Any]:
+        """What records a step in which as many periods run as are needed, and some more; its history is that of a step with all."""
+
+        @contextmanager
+        def recording(device: torch.device, rules: Rules) -> Iterator[Recorder]:
+            with self._ledger.recording(device, rules) as found:
+                step = _Step(found, self._pattern, self._pattern.least + more, self)
+                try:
+                    yield step
+                finally:
+                    step.close()
+
+        return recording
+
+    def run(self, blocks: Iterable[int]) -> None:
+        """From here on the model has these blocks."""
+        modules = [self._blocks[number] for number in blocks]
+        self._list._modules = {str(number): module for number, module in enumerate(modules)}
+
+    def leave_alone(self, blocks: Iterable[int]) -> AbstractContextManager[None]:
+        """Within it nothing may use what these blocks have."""
+        return self._ledger.leaving_alone(p for number in blocks for p in self._blocks[number].parameters())
+
+    @property
+    def left_out(self) -> int:
+        """Blocks of the shortest step that are not run."""
+        return self._pattern.period * (self._pattern.count - self._pattern.least)
+
+    @property
+    def blocks(self) -> list[nn.Module]:
+        """All of them, in order."""
+        return self._blocks
+
+    @torch.no_grad()
+    def give_gradients(self, template: list[nn.Module], left_out: list[list[nn.Module]], copies: Copies) -> set[Block]:
+        """Blocks that were left out get gradients like the template's, in memory that has come; which is returned.
+
+        Raises:
+            NotRepeatable: gradients are not with the parameters.
+        """
+        kept = {block for block in map(self._ledger.block_of, self._stepper.kept().gradients) if block is not None}
+        own = {block for p in self._trained if p.grad is not None and (block := self._ledger.block_of(p.grad)) is not None}
+        if kept != own:
+            raise NotRepeatable("gradients are not with the parameters")
+        bound: set[Block] = set()
+        models = dict(_named(template))
+        for number, modules in enumerate(left_out):
+            storages: dict[Block, Tensor] = {}
+            for name, parameter in _named(modules):
+                grad = models[name].grad
+                if not parameter.requires_grad:
+                    continue
+                if grad is None or (like := self._ledger.block_of(grad)) is None:
+                    raise NotRepeatable("gradients are not with the parameters")
+                block = copies.of(like)[number]
+                bound.add(block)
+                if parameter.grad is not None:
+                    self._ledger.bind(parameter.grad, block)
+                    continue
+                if like not in storages:
+                    storages[like] = self._ledger.stand_in(block)
+                parameter.grad = _as(grad, storages[like])
+        return bound
+
+
+class _Step(Recorder):
+    """Records a step of few blocks."""
+
+    def __init__(self, found: Recorder, pattern: Pattern, count: int, owner: Repetition) -> None:
+        self._found, self._pattern, self._count, self._owner = found, pattern, count, owner
+        self._copies = Copies(pattern.count - count)
+        self._bound: set[Block] = set()
+        self._segments: list[tuple[int, Stretch | None]] = [(0, None)]
+        self._pass, self._ascending = -1, True
+        behind = pattern.head + pattern.period * count
+        gap = pattern.period * (pattern.count - count)
+        total = len(owner.blocks)
+        self._run = [*range(behind), *range(behind + gap, total)]
+        self._gap = range(behind, behind + gap)
+        self._handles = [handle for n in self._run for handle in self._watch(n)]
+        self._handles.append(owner.module.register_forward_pre_hook(self._shorten))
+        self._history: History | None = None
+        self._alone: AbstractContextManager[None] | None = None
+
+    def _watch(self, number: int) -> Iterator[Any]:
+        block = self._owner.blocks[number]
+        instance = (number - self._pattern.head) // self._pattern.period
+        inside = instance if 0 <= instance < self._count else None
+
+        def begins() -> None:
+            self._segment(Stretch(self._pass, self._ascending, inside))
+
+        def before(module: nn.Module, args: Any) -> None:
+            if self._ascending:  # and not in a repetition
+                begins()
+
+        def after(module: nn.Module, args: Any, output: Any) -> None:
+            if self._ascending:
+                for leaf in tree_leaves(output):
+                    if isinstance(leaf, Tensor) and leaf.requires_grad:
+                        leaf.register_hook(lambda grad: begins())
+                        break
+                if number == self._run[-1]:
+                    self._segment(None)
+
+        yield block.register_forward_pre_hook(before)
+        yield block.register_forward_hook(after)
+
+    def _shorten(self, module: nn.Module, args: Any) -> None:
+        """The model's forward begins, and what wraps it has seen all blocks."""
+        self._owner.run(self._run)
+        self._alone = self._owner.leave_alone(self._gap)
+        self._alone.__enter__()
+
+    def _segment(self, stretch: Stretch | None) -> None:
+        self._segments.append((len(self._found.history.changes), stretch))
+
+    def mark(self, name: str) -> None:
+        """What follows is ``name``; those left out get their gradients when backward has ended."""
+        self._found.mark(name)
+        self._segment(None)
+        if name in ("forward", "backward"):
+            self._pass, self._ascending = self._pass + 1, name == "forward"
+        else:
+            self._whole()
+            self._bound |= self._owner.give_gradients(self._template, self._left_out, self._copies)
+
+    @property
+    def _template(self) -> list[nn.Module]:
+        start = self._pattern.head + self._pattern.period * self._pattern.reach
+        return self._owner.blocks[start : start + self._pattern.period]
+
+    @property
+    def _left_out(self) -> list[list[nn.Module]]:
+        period = self._pattern.period
+        return [self._owner.blocks[start : start + period] for start in self._gap[::period]]
+
+    def close(self) -> None:
+        """The model is whole again."""
+        self._whole()
+        for handle in self._handles:
+            handle.remove()
+
+    def _whole(self) -> None:
+        if self._alone is not None:
+            self._alone.__exit__(None, None, None)
+            self._alone = None
+        self._owner.run(range(len(self._owner.blocks)))
+
+    def known(self, category: str, tensors: Iterable[Tensor]) -> None:
+        self._found.known(category, tensors)
+
+    def known_rest(self, category: str) -> None:
+        self._found.known_rest(category)
+
+    def name(self, category: str, tensors: Iterable[Tensor]) -> None:
+        self._found.name(category, tensors)
+
+    def name_rest(self, category: str) -> None:
+        self._found.name_rest(category)
+
+    @property
+    def history(self) -> History:
+        """Of a step with all blocks."""
+        if self._history is None:
+            self._copies.agree()
+            self._history = expand(self._found.history, self._segments, self._pattern.reach, self._copies, self._bound)
+        return self._history
+
+
+def _list_of(model: nn.Module, blocks: list[nn.Module]) -> nn.ModuleList:
+    """What holds them."""
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList) and list(module) == blocks:
+            return module
+    raise NotRepeatable("the model's blocks are in no list")
+
+
+def _named(modules: Iterable[nn.Module]) -> Iterator[tuple[tuple[int, str], nn.Parameter]]:
+    for number, module in enumerate(modules):
+        for name, parameter in module.named_parameters():
+            yield (number, name), parameter
+
+
+def _as(grad: Tensor, storage: Tensor) -> Tensor:
+    """A gradient of that shape in another storage."""
+    plain = grad._local_tensor if isinstance(grad, DTensor) else grad
+    view = storage.view(plain.dtype).as_strided(plain.shape, plain.stride(), plain.storage_offset())
+    return DTensor(view, grad._spec, requires_grad=False) if isinstance(grad, DTensor) else view
