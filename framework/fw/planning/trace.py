@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from fw.assemble import Assembly, build, start
 from fw.errors import RunError
 from fw.kinds.data import Rows
+from fw.meter.account import History, Recorder, Rules
+from fw.meter.devices import Device
 from fw.meter.step_memory import StepMemory, StepMeter
 from fw.planning.ledger import Ledger
 from fw.recipe import Recipe
@@ -34,40 +37,68 @@ class RankTrace:
     Attributes:
         loaded_bytes: once the model has its weights, before the first step.
         steps: from the second on; every later one is like one of them.
+        histories: of all steps, the first included.
+        repeated: for each micro-batch of a history, how many of a step are like it.
+        groups: ranks that exchange something on a GPU with this one.
+        host_bytes: the most in host memory, beside a GPU's.
     """
 
     loaded_bytes: int
     steps: Sequence[StepMemory]
+    histories: Sequence[History] = ()
+    repeated: Sequence[int] = ()
+    groups: Set[tuple[int, ...]] = field(default_factory=frozenset)
+    host_bytes: int = 0
 
 
-def trace_rank(recipe: Recipe, rank: int, vocab_size: int, rows: Rows, micro_batches: Sequence[dict[str, Tensor]]) -> RankTrace:
+def trace_rank(
+    recipe: Recipe,
+    rank: int,
+    vocab_size: int,
+    rows: Rows,
+    micro_batches: Sequence[dict[str, Tensor]],
+    device: Device | None = None,
+) -> RankTrace:
     """Assemble and run two steps as this rank, without bytes, values or other ranks.
 
     Args:
         vocab_size: rows of the embedding.
         rows: of the data.
         micro_batches: of a step, as this rank's replica reads them; only shapes and dtypes matter.
+        device: GPU that the step runs on; None for the CPU.
     """
     with as_rank(recipe, rank) as mesh, _quiet():
-        built = build(recipe, vocab_size, mesh, TRACED, rows)
+        built = build(recipe, vocab_size, mesh, TRACED if device is None else torch.device("cuda"), rows)
         built.model.train()
         local = [recipe.sharding.local_batch(dict(micro), mesh) for micro in micro_batches]
-        with torch.compiler.set_stance("force_eager"), Ledger() as ledger:
+        with torch.compiler.set_stance("force_eager"), Ledger(device) as ledger:
             made = start(recipe, built, mesh, TRACED, lambda tensors: None)
             ledger.ready(made.stepper.module)
             gc.collect()
             loaded = ledger.live_bytes
-            steps = _steps(recipe, made, ledger, micro_batches, local)
+            steps, histories = _steps(recipe, made, ledger, micro_batches, local)
             made.stepper.close()
-        return RankTrace(loaded, steps)
+        telling = [*_telling(local), len(local)]
+        repeated = [following - number for number, following in pairwise(telling)]
+        if (gpu := ledger.gpu) is None:
+            return RankTrace(loaded, steps, histories, repeated)
+        return RankTrace(loaded, steps, histories, repeated, gpu.groups, gpu.host_peak_bytes)
 
 
 def _steps(
     recipe: Recipe, made: Assembly, ledger: Ledger, read: Sequence[Mapping[str, Tensor]], local: Sequence[Mapping[str, Tensor]]
-) -> list[StepMemory]:
-    """The steps from the second on: those in which something may still settle, and one in each phase of precision."""
+) -> tuple[list[StepMemory], list[History]]:
+    """The steps from the second on: those in which something may still settle, and one in each phase of precision. The histories of all."""
     stepper = made.stepper
-    meter = StepMeter(stepper, made.model.blocks, TRACED, ledger.recording)
+    histories: list[History] = []
+
+    @contextmanager
+    def recording(device: torch.device, rules: Rules) -> Iterator[Recorder]:
+        with ledger.recording(device, rules) as found:
+            yield found
+        histories.append(found.history)
+
+    meter = StepMeter(stepper, made.model.blocks, TRACED, recording)
     factor = recipe.schedule.factor(0, recipe.train.max_steps)
     telling = _telling(local)
     found = []
@@ -77,7 +108,8 @@ def _steps(
             recipe.activation.change_precision()
         for _ in range(3 if number == 0 else 1):  # optimizer state comes with the first, DDP's final buckets with the second
             batch = [_unread(micro) for micro in local]
-            ahead = [_unread(micro) for micro in read]  # Lightning reads a batch while the one before is computed
+            with ledger.on_host():
+                ahead = [_unread(micro) for micro in read]  # Lightning reads a batch while the one before is computed
             generators = GeneratorStates(TRACED)  # as training has them for a step that is repeated
             with meter.step([tensor for micro in batch for tensor in micro.values()]) as measured:
                 stepper.begin_step(factor)
@@ -85,7 +117,7 @@ def _steps(
                 stepper.step(factor)
             found += measured
             del batch, ahead, generators
-    return found[1:]
+    return found[1:], histories
 
 
 def _unread(micro: Mapping[str, Tensor]) -> dict[str, Tensor]:
