@@ -20,6 +20,7 @@ from fw.meter.devices import Device
 from fw.meter.planned import PlannedGPU, planning_for
 from fw.meter.step_memory import OTHER
 from fw.planning.cuda_attention import attention_as_on, scratch_bytes
+from fw.planning.cuda_autocast import autocast_as_on_gpu
 from fw.planning.roofline import exchange, work
 
 _aten = torch.ops.aten
@@ -54,6 +55,7 @@ class Gpu:
         with ExitStack() as stack:
             stack.enter_context(planning_for(PlannedGPU(self._device.name, capability, self.is_on_host)))
             stack.enter_context(attention_as_on(capability))
+            stack.enter_context(autocast_as_on_gpu())
             stack.enter_context(_foreach())
             yield
 

@@ -46,7 +46,7 @@ def plan(config: str | Path | Config, *overrides: str, world_size: int | None = 
     Raises:
         UserError: the config is wrong, as it would be for training, or the device, or a plugin cannot be planned.
     """
-    chosen = None if device is None or device == CPU else find(device)
+    chosen = None if device is None or device == CPU else find(device, CPU)
     given = [*overrides, *([] if world_size is None else _launch(config, overrides, world_size))]
     loaded = config if isinstance(config, Config) else configuration.load(config, given)
     recipe = resolve(loaded, current_world(), starts=False)

@@ -39,8 +39,8 @@ _BACKWARDS = {_aten._scaled_dot_product_flash_attention_backward, _aten._scaled_
 _BACKWARDS |= {_aten._scaled_dot_product_efficient_attention_backward}
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 _DTYPES |= {torch.float8_e4m3fn: "float8", torch.float8_e5m2: "float8"}
-_INSTEAD = {"float8": ("bfloat16", "float16"), "bfloat16": ("float16",)}
-"""What a GPU without a dtype's products is asked for; float32 in the end."""
+_INSTEAD = {"float8": ("bfloat16", "float16")}
+"""What is computed where a GPU has no products of a dtype; float32 in the end."""
 
 
 @dataclass(frozen=True)
