@@ -154,7 +154,9 @@ def find(name: str, *others: str) -> Device:
     if Path(name).suffix in (".yaml", ".yml"):
         return _read(Path(name))
     known = ", ".join((*DEVICES, *others))
-    raise UserError(f"device '{name}' is not known{did_you_mean(name, (*DEVICES, *others))} (there are {known}, or the path of a YAML file)")
+    raise UserError(
+        f"device '{name}' is not known{did_you_mean(name, (*DEVICES, *others))} (there are {known}, or the path of a YAML file)"
+    )
 
 
 def of_product(product: str) -> Device | None:

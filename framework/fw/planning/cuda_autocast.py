@@ -19,8 +19,7 @@ _FLOAT32 = (
     *("pow.Tensor_Scalar", "pow.Tensor_Tensor", "pow.Scalar", "layer_norm", "native_layer_norm", "group_norm", "logsumexp"),
     *("cosine_similarity", "dist"),
 )
-_RESULT_IN_FLOAT32 = ("softmax.int", "log_softmax.int", "cumprod", "cumsum", "linalg_vector_norm")
-_RESULT_IN_FLOAT32 += ("sum", "sum.dim_IntList")
+_RESULT_IN_FLOAT32 = ("softmax.int", "log_softmax.int", "cumprod", "cumsum", "linalg_vector_norm", "sum", "sum.dim_IntList")
 """Only where the caller names no dtype."""
 
 
