@@ -126,6 +126,8 @@ def test_reserved_by_hand() -> None:
     first.went(passing)
     # 12 MiB fit into the free segment of 20, and 9 then do not fit into what is left of it.
     assert reserved_peak_bytes([first, second]) == small + 2 * shared
+    beside = History(before=[weight, between, more], changes=[(Block(1, stream=1), 1)])
+    assert reserved_peak_bytes([first, second, beside]) == small + 2 * shared + small, "another stream has its own segments"
     second.went(more)
     second.went(between)
     second.came(Block(18 * MIB))

@@ -25,6 +25,8 @@ class Block:
     """Whether it may be gone before its end is seen: what a backend needs until its own thread is done."""
     passing: bool = False
     """Whether the category is that of what ranks exchange, until it turns out to be something else: a gradient that was received."""
+    stream: int = 0
+    """Of a GPU, by a number: the caching allocator gives memory of one stream to no other. 0 is where computation goes on."""
 
     def name(self, category: str) -> None:
         """It belongs to ``category``, unless it has one."""

@@ -43,6 +43,7 @@ class Gpu:
         self._on_host: set[int] = set()
         """Addresses of storage objects."""
         self._to_host = self._all_to_host = False
+        self._streams = {torch.cpu.current_stream(): 0}
         self._history: History | None = None
         self.groups: set[tuple[int, ...]] = set()
         """Ranks that have exchanged something."""
@@ -76,6 +77,11 @@ class Gpu:
             yield
         finally:
             self._all_to_host = before
+
+    @property
+    def stream(self) -> int:
+        """The one that is used now. FSDP uses the CPU's, which torch has for code that runs on any device, as it would use a GPU's."""
+        return self._streams.setdefault(torch.cpu.current_stream(), len(self._streams))
 
     def is_on_host(self, tensor: Tensor) -> bool:
         """Whether it would be; of a DTensor, this rank's part."""

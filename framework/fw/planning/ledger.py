@@ -150,7 +150,7 @@ class Ledger(TorchDispatchMode):
         if key in self._live or (self.gpu is not None and self.gpu.takes(storage)):
             return
         category = self._live[_key(source)].category if source is not None and _key(source) in self._live else ""
-        block = Block(storage.nbytes())
+        block = self._block(storage)
         if category in self._rules.copies:
             block.name(self._rules.copies[category])
         self._came(key, block)
@@ -170,7 +170,10 @@ class Ledger(TorchDispatchMode):
         """Another block in its place: who gives memory back and takes it anew says again what it is for."""
         if (key := storage._cdata) in self._live:
             self._went(key)
-            self._came(key, Block(storage.nbytes()))
+            self._came(key, self._block(storage))
+
+    def _block(self, storage: torch.UntypedStorage) -> Block:
+        return Block(storage.nbytes(), stream=0 if self.gpu is None else self.gpu.stream)
 
     def ready(self, module: torch.nn.Module) -> None:
         """See to what wraps a model and reads values: DDP agrees on its buckets by numbers, which are small, and real here."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -51,21 +52,30 @@ def reserved_peak_bytes(histories: Sequence[History]) -> int:
 
     What comes and goes between two stretches is known by what is there when the next begins; in which order it came, not.
     """
-    allocator = CachingAllocator()
+    allocators: defaultdict[int, CachingAllocator] = defaultdict(CachingAllocator)  # for each stream, what no other is given
     live: dict[Block, None] = {}
-    for history in histories:
-        before = dict.fromkeys(history.before)
-        for block in [block for block in live if block not in before]:
+    reserved = peak = 0
+
+    def change(block: Block, sign: int) -> None:
+        nonlocal reserved, peak
+        allocator = allocators[block.stream]
+        if sign < 0:
             allocator.free(block)
-        for block in before:
+            del live[block]
+            return
+        reserved -= allocator.reserved_bytes
+        allocator.allocate(block, block.nbytes)
+        live[block] = None
+        reserved += allocator.reserved_bytes
+        peak = max(peak, reserved)
+
+    for history in histories:
+        before = set(history.before)
+        for block in [block for block in live if block not in before]:
+            change(block, -1)
+        for block in history.before:
             if block not in live:
-                allocator.allocate(block, block.nbytes)
-        live = before
+                change(block, 1)
         for block, sign in history.changes:
-            if sign > 0:
-                allocator.allocate(block, block.nbytes)
-                live[block] = None
-            else:
-                allocator.free(block)
-                del live[block]
-    return allocator.peak_reserved_bytes
+            change(block, sign)
+    return peak
