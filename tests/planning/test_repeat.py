@@ -8,7 +8,10 @@ import pytest
 
 from fw import config as configuration
 from fw.meter.account import Block, History
+from fw.meter.devices import find
+from fw.meter.planned import PlannedGPU, planning_for
 from fw.planning.expand import Copies, NotRepeatable, Stretch, expand
+from fw.planning.on_gpu import on_gpu, slowest_step
 from fw.planning.plan import largest_step
 from fw.planning.trace import RankTrace, trace_blocks, trace_rank
 from fw.recipe import Recipe, current_world, resolve
@@ -46,12 +49,24 @@ def test_few_blocks_tell_what_all_take(workspace: Path, case: str) -> None:
     assert few.steps[-1] == all_.steps[-1]
 
 
+@pytest.mark.parametrize("case", ["fsdp", "tensor, full"])
+def test_on_a_gpu_they_also_take_as_long_and_reserve_as_much(workspace: Path, case: str) -> None:
+    device = find("h100-80gb")
+    with planning_for(PlannedGPU(device.name, device.compute_capability, lambda tensor: False)):
+        recipe, *rest = _inputs(REPEATED[case])
+        few, all_ = (trace_blocks(recipe, 0, *rest, device, whole=whole) for whole in (False, True))
+    assert few.left_out > 0 and few.steps[-1] == all_.steps[-1]
+    assert slowest_step(few, device, 8) == pytest.approx(slowest_step(all_, device, 8), rel=1e-9)
+    assert on_gpu(0, few, device, 0).driver_peak == on_gpu(0, all_, device, 0).driver_peak
+
+
 @pytest.mark.parametrize("case", WHOLE)
 def test_where_they_do_not_all_are_traced(workspace: Path, case: str) -> None:
     recipe, *rest = _inputs(WHOLE[case])
     found = trace_rank(recipe, 0, *rest)
     assert found.left_out == 0
-    assert found == trace_blocks(recipe, 0, *rest, whole=True)
+    whole = trace_blocks(recipe, 0, *rest, whole=True)
+    assert (found.loaded_bytes, found.steps) == (whole.loaded_bytes, whole.steps)
 
 
 def _trace(overrides: list[str], whole: bool) -> RankTrace:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +25,8 @@ class Block:
     """Whether it may be gone before its end is seen: what a backend needs until its own thread is done."""
     passing: bool = False
     """Whether the category is that of what ranks exchange, until it turns out to be something else: a gradient that was received."""
+    stream: int = 0
+    """Of a GPU, by a number: the caching allocator gives memory of one stream to no other. 0 is where computation goes on."""
 
     def name(self, category: str) -> None:
         """It belongs to ``category``, unless it has one."""
@@ -63,11 +66,13 @@ class History:
         before: blocks that were there at the beginning.
         changes: blocks in the order of time, with 1 where one comes and -1 where it goes.
         marks: number of changes before each, and its name.
+        costs: number of changes before each, and what an operator cost there, where that was asked for.
     """
 
     before: list[Block] = field(default_factory=list)
     changes: list[tuple[Block, int]] = field(default_factory=list)
     marks: list[tuple[int, str]] = field(default_factory=list)
+    costs: list[tuple[int, Any]] = field(default_factory=list)
 
     def mark(self, name: str) -> None:
         """From here on it is ``name``."""

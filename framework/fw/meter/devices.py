@@ -138,10 +138,13 @@ _PRODUCTS = {
 }
 
 
-def find(name: str) -> Device:
+def find(name: str, *others: str) -> Device:
     """The device of that name, or the one that a YAML file of that path describes with :class:`Device`'s fields as keys.
 
     In a file, bytes may be written as ``80GiB``, and ``name`` may be left out: it is the file's then.
+
+    Args:
+        others: names that whoever asks takes besides, for the error.
 
     Raises:
         UserError: there is no such device or file, or the file has an unknown key, lacks one, or has a value of the wrong type.
@@ -150,8 +153,10 @@ def find(name: str) -> Device:
         return DEVICES[name]
     if Path(name).suffix in (".yaml", ".yml"):
         return _read(Path(name))
-    known = ", ".join(DEVICES)
-    raise UserError(f"device '{name}' is not known{did_you_mean(name, DEVICES)} (there are {known}, or the path of a YAML file)")
+    known = ", ".join((*DEVICES, *others))
+    raise UserError(
+        f"device '{name}' is not known{did_you_mean(name, (*DEVICES, *others))} (there are {known}, or the path of a YAML file)"
+    )
 
 
 def of_product(product: str) -> Device | None:

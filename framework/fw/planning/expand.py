@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from fw.meter.account import Block, History
@@ -46,7 +46,7 @@ class Copies:
     def of(self, block: Block) -> list[Block]:
         """One for each period left out, in the model's order."""
         if block not in self._of:
-            self._of[block] = [Block(block.nbytes, block.category, block.optional) for _ in range(self.count)]
+            self._of[block] = [replace(block) for _ in range(self.count)]
         return self._of[block]
 
     def agree(self) -> None:
@@ -108,6 +108,7 @@ class _Expansion:
             if stands and stretch and stretch.ascending and self._last_of(number):
                 self._leave_out(stretch)
         self._position[len(self._history.changes)] = len(self._out.changes)
+        self._out.costs += [(self._position[index], cost) for index, cost in self._history.costs]
         self._out.marks = [(self._position[index], name) for index, name in self._history.marks]
         self._verify()
         return self._out
@@ -121,8 +122,11 @@ class _Expansion:
     def _leave_out(self, stretch: Stretch) -> None:
         """What the periods that were left out would do."""
         numbers = range(1, self._copies.count + 1)
-        changes = [change for s, e, other in self._segments if other == stretch for change in self._history.changes[s:e]]
+        parts = [(start, end) for start, end, other in self._segments if other == stretch]
+        changes = [change for start, end in parts for change in self._history.changes[start:end]]
+        costs = [cost for start, end in parts for index, cost in self._history.costs if start < index <= end]
         for number in numbers if stretch.ascending else reversed(numbers):
+            self._out.costs += [(len(self._out.changes), cost) for cost in costs]
             for block, sign in changes:
                 if not block.nbytes:
                     continue
@@ -174,5 +178,5 @@ class _Expansion:
             else:
                 raise NotRepeatable("memory is freed before it is taken")
         for block in there:
-            if block in self._born and block.category != GRADIENTS:
-                raise NotRepeatable("a block leaves memory behind")
+            if self._born.get(block, (_NOWHERE, 0))[0].instance is not None and block.category != GRADIENTS:
+                raise NotRepeatable("a period leaves memory behind")

@@ -19,8 +19,8 @@ from fw.meter.account import Block
 _GATHERS = ("c10d::_allgather_base_", "_c10d_functional::all_gather_into_tensor")
 _SCATTERS = ("c10d::_reduce_scatter_base_", "_c10d_functional::reduce_scatter_tensor")
 _GATHER = torch.ops.c10d._allgather_base_.default
-_REDUCE = torch.ops.c10d.allreduce_.default
-_WAIT = torch.ops._c10d_functional.wait_tensor.default
+REDUCE = torch.ops.c10d.allreduce_.default
+WAIT = torch.ops._c10d_functional.wait_tensor.default
 _work_of = torch._C._distributed_c10d._create_work_from_future  # type: ignore[attr-defined]
 
 
@@ -49,12 +49,9 @@ class Gloo:
 
     def instead(self, func: Any, args: Any) -> Any:
         """The result of what must not run as it is, else None. DDP's reducer wants its tensors from the future."""
-        if func is not _REDUCE:
+        if func is not REDUCE:
             return None
-        tensors = list(args[0])
-        future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
-        future.set_result(tensors)
-        return tensors, _work_of(future).boxed()
+        return fulfilled(args[0])
 
     def exchange(self, func: Any, args: Any, out: Any, category: str, own: Callable[[Any], Iterator[Tensor]]) -> Any:
         """A collective has been called; returns its result.
@@ -63,7 +60,7 @@ class Gloo:
             category: of its memory.
             own: those of some values that are tensors of the program.
         """
-        if func is _WAIT:
+        if func is WAIT:
             self.waited(self._key_of(args[0]), category)
             return out
         nbytes = _own_bytes(func, args, out)
@@ -103,6 +100,14 @@ class Gloo:
         number = next(self._numbers)
         self._came(number, block)
         return number
+
+
+def fulfilled(given: Any) -> tuple[list[Tensor], Any]:
+    """What an all-reduce of these returns, and its work, which is done."""
+    tensors = list(given)
+    future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
+    future.set_result(tensors)
+    return tensors, _work_of(future).boxed()
 
 
 class _Work(dist.Work):

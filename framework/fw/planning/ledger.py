@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -20,9 +20,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fw.meter.account import Block, History, Recorder, Rules
+from fw.meter.devices import Device
 from fw.planning.flags import Flags
 from fw.planning.gloo import Gloo
+from fw.planning.gpu import Gpu
 from fw.planning.in_place import Sums, references
+from fw.planning.nccl import Nccl
 from fw.planning.patches import converted_in_place, generator_states, sharding_found_out_in, sharding_remembered, watched_resize
 
 _aten = torch.ops.aten
@@ -38,9 +41,12 @@ class Ledger(TorchDispatchMode):
 
     Values that Python asks for (:meth:`Tensor.item`) are 1, but 0 where that is known (:class:`Flags`): steps are finite, and branches that
     a value decides are not followed both ways. Collectives of a ``fake`` process group give back what they were given.
+
+    Args:
+        device: what memory is predicted of; None for the CPU, where all tensors are.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: Device | None = None) -> None:
         super().__init__()
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._live: dict[int, Block] = {}
@@ -48,7 +54,9 @@ class Ledger(TorchDispatchMode):
         self._recording: _Recording | None = None
         self._rules = Rules()
         self._stack = ExitStack()
-        self._gloo = Gloo(self._came, self._went, _key, self._live.__contains__)
+        self.gpu = None if device is None else Gpu(device, self._came, self._went)
+        gloo = Gloo(self._came, self._went, _key, self._live.__contains__)
+        self._backend = gloo if self.gpu is None else Nccl(_key, self.gpu.exchanged)
         self._paused = False
         self._real_integers = False
         self._sums = Sums()
@@ -59,7 +67,8 @@ class Ledger(TorchDispatchMode):
         references()  # found out where no other mode is
         self._stack.enter_context(self._fake)
         self._stack.enter_context(watched_resize(self._resized))
-        self._stack.enter_context(generator_states())
+        self._stack.enter_context(self.gpu.entered() if self.gpu is not None else nullcontext())
+        self._stack.enter_context(generator_states(self.on_host))
         self._stack.enter_context(converted_in_place())
         self._stack.enter_context(sharding_found_out_in(self._pause))
         self._stack.enter_context(sharding_remembered())
@@ -74,6 +83,10 @@ class Ledger(TorchDispatchMode):
     def live_bytes(self) -> int:
         """Allocated now."""
         return sum(block.nbytes for block in self._live.values())
+
+    def on_host(self) -> AbstractContextManager[None]:
+        """What is made within it is in host memory, which is another than a GPU's."""
+        return self.gpu.on_host() if self.gpu is not None else nullcontext()
 
     def block_of(self, tensor: Tensor) -> Block | None:
         """What a tensor lies in; None where that is not the ledger's."""
@@ -106,10 +119,11 @@ class Ledger(TorchDispatchMode):
     def recording(self, device: torch.device, rules: Rules) -> Iterator[Recorder]:
         """Record what comes and goes; all tensors of a ledger are on one device."""
         assert self._recording is None, "one recording at a time"
-        self._gloo.settle()
+        self._backend.settle()
         self._recording, self._rules = _Recording(self._live), rules
         try:
-            yield self._recording
+            with self.gpu.recording(self._recording.history) if self.gpu is not None else nullcontext():
+                yield self._recording
         finally:
             self._recording, self._rules = None, Rules()
 
@@ -133,17 +147,21 @@ class Ledger(TorchDispatchMode):
             for tensor in self._own((args, kwargs)):
                 if block := self._live.get(_key(tensor)):
                     block.exchange(self._rules.exchanged)
-        if (result := self._gloo.instead(func, args)) is not None:
+        if (result := self._backend.instead(func, args)) is not None:
             return result
         if (sum_of := self._sums.in_place(func, args)) is not None:
             return sum_of
+        if self.gpu is not None:
+            kwargs = self.gpu.placed(args, kwargs)
         out = func(*args, **kwargs)
         if self._rules.is_exchange(func._schema.name):
-            out = self._gloo.exchange(func, args, out, self._rules.exchanged, self._own)
+            out = self._backend.exchange(func, args, out, self._rules.exchanged, self._own)
         self._flags.saw(func, args, kwargs, out)
         for tensor in self._own(out):
             self._saw(tensor, args[0] if func is _aten._to_copy.default else None)
             self._sums.saw(tensor)
+        if self.gpu is not None:
+            self.gpu.ran(func, args, kwargs, out)
         return out
 
     @contextmanager
@@ -164,10 +182,10 @@ class Ledger(TorchDispatchMode):
     def _saw(self, tensor: Tensor, source: Tensor | None) -> None:
         storage = tensor.untyped_storage()
         key = storage._cdata
-        if key in self._live:
+        if key in self._live or (self.gpu is not None and self.gpu.takes(storage)):
             return
         category = self._live[_key(source)].category if source is not None and _key(source) in self._live else ""
-        block = Block(storage.nbytes())
+        block = self._block(storage)
         if category in self._rules.copies:
             block.name(self._rules.copies[category])
         self._came(key, block)
@@ -187,7 +205,10 @@ class Ledger(TorchDispatchMode):
         """Another block in its place: who gives memory back and takes it anew says again what it is for."""
         if (key := storage._cdata) in self._live:
             self._went(key)
-            self._came(key, Block(storage.nbytes()))
+            self._came(key, self._block(storage))
+
+    def _block(self, storage: torch.UntypedStorage) -> Block:
+        return Block(storage.nbytes(), stream=0 if self.gpu is None else self.gpu.stream)
 
     def ready(self, module: torch.nn.Module) -> None:
         """See to what wraps a model and reads values: DDP agrees on its buckets by numbers, which are small, and real here."""

@@ -31,11 +31,16 @@ def watched_resize(resized: Any) -> Iterator[None]:
 
 
 @contextmanager
-def generator_states() -> Iterator[None]:
-    """Whoever takes a generator's state along, for a repetition of dropout, takes a tensor; nothing random is drawn."""
+def generator_states(on_host: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+    """Whoever takes a generator's state along, for a repetition of dropout, takes a tensor of the host; nothing random is drawn."""
     get_rng_state, set_rng_state = torch.get_rng_state, torch.set_rng_state
     size = get_rng_state().numel()
-    torch.get_rng_state = lambda: torch.empty(size, dtype=torch.uint8)
+
+    def state() -> Tensor:
+        with on_host():
+            return torch.empty(size, dtype=torch.uint8)
+
+    torch.get_rng_state = state
     torch.set_rng_state = lambda new_state: None
     try:
         yield

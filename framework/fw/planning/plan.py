@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,50 +15,80 @@ from fw import config as configuration
 from fw.assemble import check
 from fw.config import Config, LoaderSection
 from fw.errors import UserError
+from fw.meter.devices import Device, find, of_product
 from fw.meter.document import MemoryDocument, RankMemory
 from fw.meter.memory import held_bytes
+from fw.meter.planned import PlannedGPU, planning_for
 from fw.planning.alike import ranks_alike
+from fw.planning.on_gpu import check_plannable, on_gpu, slowest_step
 from fw.planning.trace import trace_rank
-from fw.recipe import current_world, resolve
+from fw.recipe import Recipe, current_world, resolve
 from fw.training.batches import Batches
 from fw.training.inputs import open_data, say
 from fw.training.loading import loader
+
+CPU = "cpu"
 
 _PER_HOST = 8
 """Ranks of a host where nobody says, and that many divide the world."""
 
 
-def plan(config: str | Path | Config, *overrides: str, world_size: int | None = None) -> MemoryDocument:
+def plan(config: str | Path | Config, *overrides: str, world_size: int | None = None, device: str | None = None) -> MemoryDocument:
     """Predict what each rank of a training run takes, without a GPU, weights, or other processes.
 
     Args:
         config: a YAML file, or a config that is loaded already (then without overrides).
         overrides: ``key=value``, as on the command line.
         world_size: ranks; by ``launch`` where None.
+        device: ``cpu``, a GPU of :data:`fw.meter.devices.DEVICES`, or the path of a YAML file that describes one. What the run would
+            compute on here where None.
 
     Raises:
-        UserError: the config is wrong, as it would be for training, or a plugin cannot be planned.
+        UserError: the config is wrong, as it would be for training, or the device, or a plugin cannot be planned.
     """
+    chosen = None if device is None or device == CPU else find(device, CPU)
     given = [*overrides, *([] if world_size is None else _launch(config, overrides, world_size))]
     loaded = config if isinstance(config, Config) else configuration.load(config, given)
     recipe = resolve(loaded, current_world(), starts=False)
     if why := recipe.sharding.untraceable:
         name = recipe.names["sharding"][0]
         raise UserError(f"{recipe.config.origin(('sharding',))}: sharding={name} cannot be planned: {why}; measure it with fw profile")
-    device = torch.device("cpu")
+    gpu = _here(recipe) if device is None else chosen
+    with planning_for(PlannedGPU(gpu.name, gpu.compute_capability, lambda tensor: False)) if gpu is not None else nullcontext():
+        return _plan(recipe, gpu)
+
+
+def _plan(recipe: Recipe, gpu: Device | None) -> MemoryDocument:
     _, batches, vocab_size = open_data(recipe, say)
-    check(recipe, vocab_size, device, batches.rows)
+    if gpu is not None:
+        check_plannable(recipe)
+    check(recipe, vocab_size, torch.device(CPU if gpu is None else "cuda"), batches.rows)
     micro_batches = largest_step(batches)
-    imported = held_bytes(device) or 0  # what a process with the same libraries holds before it has a model
+    imported = held_bytes(torch.device(CPU)) or 0  # what a process with the same libraries holds before it has a model
     alike = ranks_alike(recipe, vocab_size, batches.rows)
-    traces = {rank: trace_rank(recipe, rank, vocab_size, batches.rows, micro_batches) for rank in sorted(set(alike))}
+    traces = {rank: trace_rank(recipe, rank, vocab_size, batches.rows, micro_batches, gpu) for rank in sorted(set(alike))}
     ranks = {}
     for rank, trace in traces.items():
+        if gpu is not None:
+            ranks[rank] = on_gpu(rank, trace, gpu, imported)
+            continue
         found = RankMemory.of_steps(rank, trace.steps, imported)
         ranks[rank] = replace(found, host_peak=imported + found.allocated_peak)
-    budget = recipe.memory.budget_bytes or _host_memory() // recipe.ranks_per_host
     per_rank = [replace(ranks[like], rank=rank) for rank, like in enumerate(alike)]
-    return MemoryDocument(recipe.config.name, device.type, recipe.world_size, budget, per_rank, None)
+    budget = recipe.memory.budget_bytes
+    if gpu is None:
+        budget = budget or _host_memory() // recipe.ranks_per_host
+        return MemoryDocument(recipe.config.name, CPU, recipe.world_size, budget, per_rank, None)
+    seconds = max(slowest_step(trace, gpu, recipe.ranks_per_host) for trace in traces.values())
+    return MemoryDocument(recipe.config.name, gpu.name, recipe.world_size, budget or gpu.memory_bytes, per_rank, seconds)
+
+
+def _here(recipe: Recipe) -> Device | None:
+    """The GPU that the run would compute on, with its own memory; None for the CPU, and for a GPU that is not known."""
+    if recipe.launch.accelerator == "cpu" or not torch.cuda.is_available():
+        return None
+    known = of_product(torch.cuda.get_device_name())
+    return None if known is None else replace(known, memory_bytes=torch.cuda.get_device_properties(0).total_memory)
 
 
 def _launch(config: str | Path | Config, overrides: Sequence[str], world_size: int) -> list[str]:

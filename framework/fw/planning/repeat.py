@@ -31,6 +31,9 @@ class Repetition:
         self._blocks = list(made.model.blocks)
         self.module = made.stepper.module
         self._list = _list_of(made.model, self._blocks)
+        self._host_before: int | None = None
+        self.host_bytes = 0
+        """What blocks that were left out would keep in host memory, where that is another, when their forward has ended."""
         self._trained = [p for p in made.model.parameters() if p.requires_grad]
 
     @staticmethod
@@ -63,6 +66,17 @@ class Repetition:
     def leave_alone(self, blocks: Iterable[int]) -> AbstractContextManager[None]:
         """Within it nothing may use what these blocks have."""
         return self._ledger.leaving_alone(p for number in blocks for p in self._blocks[number].parameters())
+
+    def saw_host(self, template: bool, count: int) -> None:
+        """In forward the template begins, goes on, or has ended; ``count`` periods like it are missing."""
+        if self._ledger.gpu is None:
+            return
+        now = self._ledger.gpu.host_bytes
+        if template and self._host_before is None:
+            self._host_before = now
+        elif not template and self._host_before is not None:
+            self.host_bytes = max(self.host_bytes, (now - self._host_before) * count)
+            self._host_before = None
 
     @property
     def left_out(self) -> int:
@@ -156,6 +170,8 @@ class _Step(Recorder):
         self._alone.__enter__()
 
     def _segment(self, stretch: Stretch | None) -> None:
+        if self._ascending:
+            self._owner.saw_host(stretch is not None and stretch.instance == self._pattern.reach, self._copies.count)
         self._segments.append((len(self._found.history.changes), stretch))
 
     def mark(self, name: str) -> None:

@@ -6,8 +6,12 @@ from fw.config import format_size
 from fw.meter.document import COMPONENTS, MemoryDocument, RankMemory
 
 
-def table(document: MemoryDocument) -> str:
-    """The rank that takes most, component by component; how the others differ; whether it fits."""
+def table(document: MemoryDocument, *, planned: bool = False) -> str:
+    """The rank that takes most, component by component; how the others differ; whether it fits.
+
+    Args:
+        planned: times are estimated, and not measured.
+    """
     rank = document.largest
     ranks = f"{document.world_size} rank{'s' * (document.world_size > 1)}"
     lines = [f"{document.config}: {ranks} on {document.device}", ""]
@@ -17,10 +21,15 @@ def table(document: MemoryDocument) -> str:
             lines.append(f"{name:<16}{format_size(rank.at_peak.get(name, 0)):>12}{format_size(rank.most.get(name, 0)):>12}")
     lines.append(f"{'allocated':<16}{_range(rank):>12}  in {rank.peak_phase}")
     if rank.driver_peak:
-        lines += [f"{'reserved':<16}{format_size(rank.reserved_peak):>12}", f"{'driver':<16}{format_size(rank.driver_peak):>12}"]
+        unused = rank.reserved_peak - rank.allocated_peak
+        lines.append(
+            f"{'reserved':<16}{format_size(rank.reserved_peak):>12}  {format_size(unused)} more than tensors take: rounding and gaps"
+        )
+        lines.append(f"{'driver':<16}{format_size(rank.driver_peak):>12}  with context, kernels{' and NCCL' * (document.world_size > 1)}")
     lines.append(f"{'host':<16}{format_size(rank.host_peak):>12}")
     if document.step_time is not None:
-        lines.append(f"{'step':<16}{document.step_time:>10.3g} s")
+        estimate = "  estimate: at the peaks of the data sheet" if planned else ""
+        lines.append(f"{'step':<16}{document.step_time:>10.3g} s{estimate}")
     if document.budget is not None:
         over = rank.taken - document.budget
         verdict = f"does not fit: {format_size(over)} too much" if over > 0 else f"fits, {format_size(-over)} left"

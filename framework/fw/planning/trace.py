@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from fw.assemble import Assembly, build, start
 from fw.errors import RunError
 from fw.kinds.data import Rows
-from fw.meter.step_memory import StepMemory, StepMeter
+from fw.meter.account import History, Recorder, Rules
+from fw.meter.devices import Device
+from fw.meter.step_memory import Recording, StepMemory, StepMeter
 from fw.planning.expand import NotRepeatable
 from fw.planning.ledger import Ledger
 from fw.planning.repeat import Repetition
@@ -38,29 +41,52 @@ class RankTrace:
         loaded_bytes: once the model has its weights, before the first step.
         steps: from the second on; every later one is like one of them.
         left_out: blocks that others stood for.
+        histories: of all steps, the first included.
+        repeated: for each micro-batch of a history, how many of a step are like it.
+        groups: ranks that exchange something on a GPU with this one.
+        host_bytes: the most in host memory, beside a GPU's.
     """
 
     loaded_bytes: int
     steps: Sequence[StepMemory]
-    left_out: int
+    left_out: int = 0
+    histories: Sequence[History] = ()
+    repeated: Sequence[int] = ()
+    groups: Set[tuple[int, ...]] = field(default_factory=frozenset)
+    host_bytes: int = 0
 
 
-def trace_rank(recipe: Recipe, rank: int, vocab_size: int, rows: Rows, micro_batches: Sequence[dict[str, Tensor]]) -> RankTrace:
+def trace_rank(
+    recipe: Recipe,
+    rank: int,
+    vocab_size: int,
+    rows: Rows,
+    micro_batches: Sequence[dict[str, Tensor]],
+    device: Device | None = None,
+) -> RankTrace:
     """Assemble and run two steps as this rank, without bytes, values or other ranks.
 
     Args:
         vocab_size: rows of the embedding.
         rows: of the data.
         micro_batches: of a step, as this rank's replica reads them; only shapes and dtypes matter.
+        device: GPU that the step runs on; None for the CPU.
     """
     try:
-        return trace_blocks(recipe, rank, vocab_size, rows, micro_batches, whole=False)
+        return trace_blocks(recipe, rank, vocab_size, rows, micro_batches, device, whole=False)
     except Exception:  # whatever a model says where blocks are missing; if it is at fault, it says so again
-        return trace_blocks(recipe, rank, vocab_size, rows, micro_batches, whole=True)
+        return trace_blocks(recipe, rank, vocab_size, rows, micro_batches, device, whole=True)
 
 
 def trace_blocks(
-    recipe: Recipe, rank: int, vocab_size: int, rows: Rows, micro_batches: Sequence[dict[str, Tensor]], whole: bool
+    recipe: Recipe,
+    rank: int,
+    vocab_size: int,
+    rows: Rows,
+    micro_batches: Sequence[dict[str, Tensor]],
+    device: Device | None = None,
+    *,
+    whole: bool,
 ) -> RankTrace:
     """The same, with every block or with as few as stand for all.
 
@@ -68,18 +94,24 @@ def trace_blocks(
         NotRepeatable: blocks that look alike are not.
     """
     with as_rank(recipe, rank) as mesh, _quiet():
-        built = build(recipe, vocab_size, mesh, TRACED, rows)
+        built = build(recipe, vocab_size, mesh, TRACED if device is None else torch.device("cuda"), rows)
         built.model.train()
         local = [recipe.sharding.local_batch(dict(micro), mesh) for micro in micro_batches]
-        with torch.compiler.set_stance("force_eager"), Ledger() as ledger:
+        with torch.compiler.set_stance("force_eager"), Ledger(device) as ledger:
             made = start(recipe, built, mesh, TRACED, lambda tensors: None)
             ledger.ready(made.stepper.module)
             gc.collect()
             loaded = ledger.live_bytes
             repetition = None if whole else Repetition.of(made, ledger)
-            steps = _steps(recipe, made, ledger, micro_batches, local, repetition)
+            steps, histories = _steps(recipe, made, ledger, micro_batches, local, repetition)
             made.stepper.close()
-        return RankTrace(loaded, steps, 0 if repetition is None else repetition.left_out)
+        left_out = 0 if repetition is None else repetition.left_out
+        telling = [*_telling(local), len(local)]
+        repeated = [following - number for number, following in pairwise(telling)]
+        if (gpu := ledger.gpu) is None:
+            return RankTrace(loaded, steps, left_out, histories, repeated)
+        host_bytes = gpu.host_peak_bytes + (0 if repetition is None else repetition.host_bytes)
+        return RankTrace(loaded, steps, left_out, histories, repeated, gpu.groups, host_bytes)
 
 
 def _steps(
@@ -89,13 +121,14 @@ def _steps(
     read: Sequence[Mapping[str, Tensor]],
     local: Sequence[Mapping[str, Tensor]],
     repetition: Repetition | None,
-) -> list[StepMemory]:
-    """The steps from the second on: those in which something may still settle, and one in each phase of precision.
+) -> tuple[list[StepMemory], list[History]]:
+    """The steps from the second on: those in which something may still settle, and one in each phase of precision. The histories of all.
 
     Raises:
         NotRepeatable: blocks that look alike are not.
     """
     stepper = made.stepper
+    histories: list[History] = []
     factor = recipe.schedule.factor(0, recipe.train.max_steps)
     telling = _telling(local)
     found = []
@@ -106,9 +139,10 @@ def _steps(
         # Optimizer state comes with the first step, DDP's final buckets with the second; of repeated blocks two steps must agree.
         for again in range(3 if number == 0 else 1 if repetition is None else 2):
             recording = ledger.recording if repetition is None else repetition.recording(again % 2)
-            meter = StepMeter(stepper, made.model.blocks, TRACED, recording)
+            meter = StepMeter(stepper, made.model.blocks, TRACED, _into(histories, recording))
             batch = [_unread(micro) for micro in local]
-            ahead = [_unread(micro) for micro in read]  # Lightning reads a batch while the one before is computed
+            with ledger.on_host():
+                ahead = [_unread(micro) for micro in read]  # Lightning reads a batch while the one before is computed
             generators = GeneratorStates(TRACED)  # as training has them for a step that is repeated
             with meter.step([tensor for micro in batch for tensor in micro.values()]) as measured:
                 stepper.begin_step(factor)
@@ -118,7 +152,19 @@ def _steps(
             del batch, ahead, generators
         if repetition is not None and found[-1] != found[-2]:
             raise NotRepeatable("a step with more blocks is not what fewer say")
-    return found[1:]
+    return found[1:], histories
+
+
+def _into(histories: list[History], recording: Recording) -> Recording:
+    """The same recording, whose history is kept."""
+
+    @contextmanager
+    def kept(device: torch.device, rules: Rules) -> Iterator[Recorder]:
+        with recording(device, rules) as found:
+            yield found
+        histories.append(found.history)
+
+    return kept
 
 
 def _unread(micro: Mapping[str, Tensor]) -> dict[str, Tensor]:

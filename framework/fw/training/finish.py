@@ -6,6 +6,7 @@ import csv
 import json
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,9 @@ def _memory(module: TrainingModule, between: BetweenSteps, device: torch.device)
         return None
     steps = [module.memory[step] for step in sorted(module.memory)]
     own = RankMemory.of_steps(module.global_rank, steps[1:] or steps, peak_memory_bytes(torch.device("cpu")))
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)  # other processes' memory counts, too
+        own = replace(own, reserved_peak=torch.cuda.max_memory_reserved(device), driver_peak=total - free)
     ranks = module.strategy.gather(own)
     return MemoryDocument(
         recipe.config.name, device.type, recipe.world_size, recipe.memory.budget_bytes, ranks, between.throughput.step_time

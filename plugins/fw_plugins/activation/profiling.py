@@ -14,6 +14,7 @@ from torch.utils import flop_counter
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from fw.meter.planned import on_gpu
 from fw_plugins.activation.storages import overwritten, storage, storages
 
 FLOPS_PER_BYTE = {"cpu": 10.0, "cuda": 200.0}
@@ -64,7 +65,7 @@ def profile(forward: Callable[..., Any], parameters: Iterable[Tensor], args: tup
     given = {storage(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}
     inputs = storages([tensor for tensor in tensors if tensor.requires_grad])
     present = {*given, *storages(list(parameters))}
-    recorder = _Recorder(FLOPS_PER_BYTE[tensors[0].device.type])
+    recorder = _Recorder(FLOPS_PER_BYTE["cuda" if on_gpu(tensors[0]) else "cpu"])
     saved: dict[int, Tensor] = {}
     needed = 0
 

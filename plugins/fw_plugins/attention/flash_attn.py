@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fw.errors import UserError, describe
 from fw.kinds.attention import AttentionPlugin, Pattern
+from fw.meter.planned import planned_gpu
 from fw_models.layers import Attention
 
 if TYPE_CHECKING:
@@ -67,8 +68,8 @@ class FlashAttention(AttentionPlugin):
                 any(shape.softcap is not None and shape.dropout > 0 for shape in shapes)
             ),
         }
-        if spec.device_type == "cuda" and torch.cuda.is_available():
-            name, capability = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
+        if spec.device_type == "cuda" and (gpu := _gpu()) is not None:
+            name, capability = gpu
             lacks[f"needs an Ampere GPU or a newer one, and {name} has capability {capability[0]}.{capability[1]}"] = capability < _AMPERE
         for what, is_so in lacks.items():
             if is_so:
@@ -120,6 +121,13 @@ class FlashAttention(AttentionPlugin):
             out_TNH = flash_attn_varlen_func(q_TNH, k_TKH, v_TKH, offsets, offsets, longest, longest, **options)
             out_BLNH = out_TNH.unflatten(0, q_BLNH.shape[:2])
         return out_BLNH.transpose(1, 2)
+
+
+def _gpu() -> tuple[str, tuple[int, int]] | None:
+    """Name and compute capability of the one that is planned for, or is here; None where there is neither."""
+    if (planned := planned_gpu()) is not None:
+        return planned.name, planned.capability
+    return (torch.cuda.get_device_name(), torch.cuda.get_device_capability()) if torch.cuda.is_available() else None
 
 
 def _check_package() -> None:

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fw.kinds.attention import AttentionPlugin, Pattern
+from fw.meter.planned import on_gpu
 from fw_plugins.attention.eager import EagerAttention
 
 
@@ -36,7 +37,7 @@ class SDPAttention(AttentionPlugin):
             seen = Pattern(q_BNLH.shape[2]).seen(q_BNLH.device) if plan is None else plan
             return EagerAttention(None).attend(q_BNLH, k_BKLH, v_BKLH, seen, scale=scale, softcap=softcap, dropout=dropout)
         grouped = q_BNLH.shape[1] != k_BKLH.shape[1]
-        if grouped and plan is not None and q_BNLH.is_cuda:
+        if grouped and plan is not None and on_gpu(q_BNLH):
             # With a mask, no fused CUDA kernel takes groups: the call would write out all scores. Repeated keys are the smaller price.
             group = q_BNLH.shape[1] // k_BKLH.shape[1]
             k_BKLH, v_BKLH = k_BKLH.repeat_interleave(group, 1), v_BKLH.repeat_interleave(group, 1)

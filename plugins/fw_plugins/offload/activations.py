@@ -7,12 +7,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fw.kinds.activation import repeats
 from fw.kinds.model import CausalLM
 from fw.kinds.offload import OffloadPolicy
+from fw.meter.planned import planned_gpu
 from fw_plugins.offload.disk_store import DiskStore
 from fw_plugins.offload.host_store import HostStore
 from fw_plugins.offload.prefetch import Parcel, Prefetcher, Stored
@@ -53,7 +55,7 @@ def _offloading(
 
         def pack(tensor: Tensor) -> Tensor | Parcel:
             small, repeated = tensor.nbytes < least_bytes, 0 in tensor.stride()
-            if small or repeated or type(tensor) is not Tensor or _storage(tensor) in parameters:
+            if small or repeated or not _is_plain(tensor) or _storage(tensor) in parameters:
                 return tensor
             key = (_storage(tensor), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version)
             if key in parcels and not parcels[key][0].expired():
@@ -76,6 +78,11 @@ def _offloading(
     # The hooks are set outside what is compiled; inside, they see what the compiled forward saves.
     outside: Callable[..., Any] = torch.compiler.disable(offloading, recursive=False)
     return outside
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Not of a class with rules of its own. In a plan for a GPU tensors have no bytes, and lie where they would."""
+    return type(tensor) is Tensor or (planned_gpu() is not None and type(tensor) is FakeTensor)
 
 
 def _storage(tensor: Tensor) -> int:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fw.config import format_size
 from fw.errors import FwError, RunError, describe
+from fw.meter.planned import planned_gpu
 from fw_plugins.offload.prefetch import Fetch, Stored
 
 
@@ -28,12 +29,14 @@ class DiskStore:
         self._reader = Reader()
         directory.mkdir(parents=True, exist_ok=True)
 
-    def __call__(self, tensor: Tensor) -> Stored:
-        """The values in a file.
+    def __call__(self, tensor: Tensor) -> Stored | None:
+        """The values in a file; None in a plan, which writes none.
 
         Raises:
             RunError: the disk is full, or cannot be written to.
         """
+        if planned_gpu() is not None:
+            return None
         try:
             return OnDisk(self._directory, tensor, self._reader)
         except OSError as error:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from fw.errors import RunError
+from fw.meter.planned import on_gpu
 from fw_plugins.offload.prefetch import Fetch, Stored
 
 
@@ -20,17 +21,30 @@ class Copy:
         self._compute.wait_event(self._done)
 
 
+class PlannedCopy(Copy):
+    """One of a plan, which has no streams."""
+
+    def __init__(self) -> None:
+        pass
+
+    def wait(self) -> None:
+        """Nothing is under way."""
+
+
 class Lane:
     """Copies in one direction, one after another, beside the stream that computes."""
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def copy(self, target: Tensor, source: Tensor) -> Copy:
         """Fill ``target`` once ``source`` is computed, and once nothing that was computed before uses the memory of ``target``.
 
         Both must live until something waits for the copy: the allocator knows them as tensors of the computing stream.
         """
+        if self._stream is None:
+            target.copy_(source)
+            return PlannedCopy()
         compute = torch.cuda.current_stream(self._stream.device)
         self._stream.wait_stream(compute)
         with torch.cuda.stream(self._stream):
@@ -46,7 +60,7 @@ class HostStore:
 
     def __call__(self, tensor: Tensor) -> Stored | None:
         """None where there is nothing to move."""
-        return OnHost(tensor, self) if tensor.device.type != "cpu" else None
+        return OnHost(tensor, self) if on_gpu(tensor) else None
 
     def room(self, tensor: Tensor) -> Tensor:
         """Host memory for the values."""

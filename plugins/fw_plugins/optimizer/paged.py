@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from fw.errors import RunError, UserError
 from fw.kinds.offload import OffloadPolicy
+from fw.meter.planned import on_gpu, planned_gpu
 from fw_plugins.optimizer.per_parameter import PerParameter, local
 
 _LEAST_BYTES = 1 << 16
@@ -55,6 +56,13 @@ def note(name: str, plain: str, device: torch.device) -> str:
 def pages_on(device: torch.device) -> bool:
     """Whether managed memory exists for a device."""
     return device.type == "cuda"
+
+
+def _placed(paged: Tensor, value: Tensor) -> Tensor:
+    """Divided as ``value`` is."""
+    if not isinstance(value, DTensor):
+        return paged
+    return DTensor.from_local(paged, value.device_mesh, value.placements, run_check=False, shape=value.shape, stride=value.stride())
 
 
 class _Memory:
@@ -109,18 +117,19 @@ class Paged(PerParameter):
     def place(self, parameter: Tensor, key: str, value: Tensor) -> Tensor:
         """The state to keep, with these values: those of a checkpoint, or the first ones."""
         kept = local(value)
-        if not pages_on(parameter.device) or kept.nbytes < _LEAST_BYTES:
+        planned = planned_gpu() is not None and on_gpu(parameter)
+        if not (planned or pages_on(parameter.device)) or kept.nbytes < _LEAST_BYTES:
             return value
+        if planned:  # where the device has no room for managed memory, it is the host's
+            paged = torch.empty_like(kept, pin_memory=True).copy_(kept)
+            return _placed(paged, value)
         pages = self._pages.setdefault(parameter, {})
         if key not in pages or pages[key][1].shape != kept.shape or pages[key][1].dtype != kept.dtype:
             functional: Any = importlib.import_module("bitsandbytes.functional")
             with torch.cuda.device_of(kept):  # memory is made for the current device
                 page = functional.get_paged(*kept.shape, dtype=kept.dtype, device=kept.device)
             pages[key] = page, on_device(page, kept.device)
-        paged = pages[key][1].copy_(kept)
-        if not isinstance(value, DTensor):
-            return paged
-        return DTensor.from_local(paged, value.device_mesh, value.placements, run_check=False, shape=value.shape, stride=value.stride())
+        return _placed(pages[key][1].copy_(kept), value)
 
     def update(self, parameter: Tensor, grad: Tensor, state: dict[str, Tensor], group: dict[str, Any]) -> None:
         """As without pages."""

@@ -17,6 +17,7 @@ from fw.errors import UserError
 from fw.kinds.model import CausalLM
 from fw.kinds.precision import PrecisionPlugin, PrecisionPolicy
 from fw.kinds.sharding import CONTEXT, StepSpec
+from fw.meter.planned import gpu_capability
 from fw_plugins.precision.float8_linear import recipe_config, to_float8
 
 _MULTIPLE = 16  # what float8 products want of each dimension (torch._scaled_mm)
@@ -69,7 +70,7 @@ class FP8(PrecisionPlugin):
                 f"precision.skip: none of the model's {len(names)} linear layers is left to compute in float8, which takes dimensions"
                 f" that are multiples of {_MULTIPLE}; use precision=bf16"
             )
-        if spec.device_type == "cuda" and not torch.cuda.is_available():
+        if spec.device_type == "cuda" and gpu_capability(torch.device("cuda")) is None:
             return  # another host's device, which its ranks look at
         if self._emulates(torch.device(spec.device_type)) or self.config.recipe == "rowwise_with_gw_hp":
             return
@@ -107,7 +108,8 @@ class FP8(PrecisionPlugin):
             UserError: it does not have what was asked for.
         """
         least = (8, 9) if self.config.recipe == "tensorwise" else (9, 0)
-        has = device.type == "cuda" and torch.cuda.get_device_capability(device) >= least
+        capability = gpu_capability(device)
+        has = capability is not None and capability >= least
         if self.config.emulate is False and not has:
             raise UserError(
                 f"precision.emulate: false, but float8 products by recipe {self.config.recipe} need a GPU of compute capability"

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fw.errors import RunError, UserError
 from fw.kinds.attention import AttentionPlugin, Pattern
 from fw.kinds.model import CausalLM
+from fw.meter.planned import planned_gpu
 from fw_models.layers import positions
 from fw_plugins.sharding import ring_attention
 from fw_plugins.sharding.collectives import all_gather, all_reduce, exchange
@@ -116,7 +117,8 @@ class PassedKeys(DividedSequences):
         if self._whole:
             return self._inner.attend(q_BNlH, k_BKlH, v_BKlH, plan, scale=scale, softcap=softcap, dropout=dropout)
         if softcap is not None or dropout or not ring_attention.has_kernel(q_BNlH):
-            lacking = "caps scores" if softcap is not None else "drops weights" if dropout else f"takes {q_BNlH.dtype} on {q_BNlH.device}"
+            device = q_BNlH.device if (gpu := planned_gpu()) is None else gpu.name
+            lacking = "caps scores" if softcap is not None else "drops weights" if dropout else f"takes {q_BNlH.dtype} on {device}"
             raise UserError(f"sharding.context_method: no flash kernel of torch {lacking}; use heads")
         return ring_attention.ring_attention(q_BNlH, k_BKlH, v_BKlH, scale, self._mesh)
 

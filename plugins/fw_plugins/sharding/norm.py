@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
+from fw.meter.planned import on_gpu
+
 Layout = tuple[DeviceMesh, tuple[Placement, ...]]
 
 
@@ -55,7 +57,7 @@ def global_norm(grads: Mapping[nn.Parameter, Tensor]) -> Tensor:
 
 
 def _square_sum(tensors: Sequence[Tensor]) -> Tensor:
-    if tensors[0].is_cuda:  # a tree of sums already, and one kernel for all
+    if on_gpu(tensors[0]):  # a tree of sums already, and one kernel for all
         return torch.stack(torch._foreach_norm(list(tensors), 2, torch.float32)).double().square().sum()
     # Where a tensor has fewer rows than there are ranks, some ranks hold none of it.
     kept = [t.reshape(-1, t.shape[-1] if t.dim() else 1) for t in tensors if t.numel()]

@@ -20,6 +20,7 @@ from fw.kinds.model import CausalLM
 from fw.kinds.offload import OffloadPolicy
 from fw.kinds.optimizer import OptimizerSpec
 from fw.kinds.sharding import StepSpec
+from fw.meter.planned import on_gpu
 from fw_plugins.sharding.parts import local_part
 from fw_plugins.sharding.space import allow_open_files, check_space
 
@@ -61,7 +62,7 @@ class OffloadedOptimizer:
             optimizer.step()
             host.grad = None
             self._settle(host, optimizer)
-            if parameter.device != host.device:
+            if on_gpu(parameter):
                 local_part(parameter.detach()).copy_(host.detach(), non_blocking=True)
 
     def begin(self) -> None:
@@ -75,7 +76,7 @@ class OffloadedOptimizer:
         """Copy them to the host again, where they are not there."""
         for parameter, (host, _) in self._each.items():
             local = local_part(parameter.detach())
-            if local.device != host.device:
+            if on_gpu(local):
                 host.detach().copy_(local)
 
     def _settle(self, host: Tensor, optimizer: torch.optim.Optimizer) -> None:
@@ -126,10 +127,10 @@ def _arriving(grads: Mapping[nn.Parameter, Tensor]) -> Iterator[tuple[nn.Paramet
 
 def _to_host(grad: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
     """Where the gradient will be, and what says that it is there; None where it is already."""
-    if grad.device.type == "cpu":
+    if not on_gpu(grad):
         return grad, None
     copy = torch.empty(grad.shape, dtype=grad.dtype, pin_memory=True).copy_(grad, non_blocking=True)
-    return copy, torch.cuda.current_stream(grad.device).record_event()
+    return copy, torch.cuda.current_stream(grad.device).record_event() if grad.is_cuda else None
 
 
 def _arrived(parameter: nn.Parameter, grad: Tensor, there: torch.cuda.Event | None) -> tuple[nn.Parameter, Tensor]:
@@ -200,7 +201,7 @@ def _state_bytes(spec: OptimizerSpec, dtype: torch.dtype) -> float:
 def _on_host(parameter: nn.Parameter) -> Tensor:
     """This rank's part itself where it is in host memory, else a page-locked copy."""
     local = local_part(parameter.detach())
-    if local.device.type != "cpu":
+    if on_gpu(local):
         local = torch.empty(local.shape, dtype=local.dtype, pin_memory=True).copy_(local)
     return local.requires_grad_()
 

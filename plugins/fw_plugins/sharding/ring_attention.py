@@ -15,6 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from fw.meter.planned import gpu_capability, on_gpu
+
 _aten = torch.ops.aten
 
 
@@ -26,9 +28,10 @@ def cut(x: Tensor, mesh: DeviceMesh) -> Tensor:
 
 def has_kernel(q: Tensor) -> bool:
     """Whether torch has a flash kernel that gives the logarithms too: on the CPU, and for halves on GPUs that have it."""
-    if q.device.type == "cpu":
-        return True
-    return q.is_cuda and q.dtype in (torch.float16, torch.bfloat16) and torch.cuda.get_device_capability(q.device) >= (8, 0)
+    if not on_gpu(q):
+        return q.device.type == "cpu"
+    capability = gpu_capability(torch.device("cuda"))
+    return q.dtype in (torch.float16, torch.bfloat16) and capability is not None and capability >= (8, 0)
 
 
 def ring_attention(q_BNlH: Tensor, k_BKlH: Tensor, v_BKlH: Tensor, scale: float, mesh: DeviceMesh) -> Tensor:
@@ -127,7 +130,7 @@ class _pass_on:
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     """Attention over some keys, and the logarithms of its sums of exponentials ``[B, N, l]`` in fp32."""
-    if q.is_cuda:
+    if on_gpu(q):
         out, lse, *_ = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
     else:
         out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
@@ -139,7 +142,7 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of queries, keys and values, from the result and the logarithms over all keys."""
     lse = lse.contiguous()
-    if not q.is_cuda:
+    if not on_gpu(q):
         grads: tuple[Tensor, Tensor, Tensor] = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, q, k, v, out, lse, 0.0, causal, scale=scale
         )

@@ -15,6 +15,7 @@ from fw.kinds.offload import OffloadPolicy
 from fw.kinds.optimizer import OptimizerSpec
 from fw.kinds.precision import LossScaling, PrecisionPolicy
 from fw.kinds.sharding import KeptTensors, Stepper, StepResult, StepSpec
+from fw.meter.planned import on_gpu
 from fw_plugins.sharding.evaluating import weights_in
 from fw_plugins.sharding.norm import GradientNorm, global_norm
 from fw_plugins.sharding.offloaded import OffloadedOptimizer, placed_like
@@ -254,7 +255,7 @@ class TorchStepper(Stepper):
                 self._stashed[parameter] += grad.to("cpu")
             else:
                 dtype = self._policy.accumulate or grad.dtype
-                self._stashed[parameter] = torch.empty_like(grad, dtype=dtype, device="cpu", pin_memory=grad.is_cuda).copy_(grad)
+                self._stashed[parameter] = torch.empty_like(grad, dtype=dtype, device="cpu", pin_memory=on_gpu(grad)).copy_(grad)
             parameter.grad = None
 
     def _gradients(self) -> dict[nn.Parameter, Tensor]:
