@@ -41,9 +41,6 @@ def plan(config: str | Path | Config, *overrides: str, world_size: int | None = 
     given = [*overrides, *([] if world_size is None else _launch(config, overrides, world_size))]
     loaded = config if isinstance(config, Config) else configuration.load(config, given)
     recipe = resolve(loaded, current_world(), starts=False)
-    if why := recipe.sharding.untraceable:
-        name = recipe.names["sharding"][0]
-        raise UserError(f"{recipe.config.origin(('sharding',))}: sharding={name} cannot be planned: {why}; measure it with fw profile")
     device = torch.device("cpu")
     _, batches, vocab_size = open_data(recipe, say)
     check(recipe, vocab_size, device, batches.rows)

@@ -48,7 +48,7 @@ def trace_rank(recipe: Recipe, rank: int, vocab_size: int, rows: Rows, micro_bat
         rows: of the data.
         micro_batches: of a step, as this rank's replica reads them; only shapes and dtypes matter.
     """
-    with as_rank(recipe, rank) as mesh, _quiet():
+    with as_rank(recipe, rank) as mesh, _quiet(), recipe.sharding.traced(recipe.step_spec(TRACED, rows)):
         built = build(recipe, vocab_size, mesh, TRACED, rows)
         built.model.train()
         local = [recipe.sharding.local_batch(dict(micro), mesh) for micro in micro_batches]
