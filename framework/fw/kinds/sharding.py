@@ -176,6 +176,7 @@ class ShardingPlugin(Plugin):
     """Decides how ranks divide the model."""
 
     kind: ClassVar[str] = "sharding"
+
     @abstractmethod
     def mesh_shape(self, world_size: int) -> dict[str, int]:
         """Sizes of the device mesh by dimension name, in order; their product is ``world_size``. Empty for one rank without a mesh.
@@ -196,8 +197,8 @@ class ShardingPlugin(Plugin):
         """
 
     def share(self, model: CausalLM, mesh_shape: Mapping[str, int], spec: StepSpec, rank: int) -> tuple[int, ...]:
-        """What tells a rank from others where that does not show in the shapes of its DTensors, as an engine's own parts do not: ranks of equal
-        numbers take the same. A plan of many ranks runs some of them, and goes by the order of the numbers: those who keep more, more.
+        """What tells a rank from others where that does not show in the shapes of its DTensors, as an engine's own parts do not: ranks of
+        equal numbers take the same. A plan of many ranks runs some of them, and goes by the order of the numbers: those who keep more, more.
 
         Args:
             model: as :meth:`shard` has left it.
@@ -205,11 +206,11 @@ class ShardingPlugin(Plugin):
         return ()
 
     def traced(self, spec: StepSpec) -> AbstractContextManager[object]:
-        """Entered around :meth:`start` and the steps of a plan, which run without bytes: tensors are fake, the process group has nobody else
-        in it, collectives leave what they are given as it was, and values that are asked for are 1, or 0 where that is known.
+        """Entered around :meth:`start` and the steps of a plan, which run without bytes: tensors are fake, the process group has nobody
+        else in it, collectives leave what they are given as it was, and values that are asked for are 1, or 0 where that is known.
 
-        An engine that cannot go on with that (it reads what another rank has sent, or calls a library of its own by address) is helped here,
-        and only here: whatever it allocates in training it must allocate in here too. Left, all is as it was.
+        An engine that cannot go on with that (it reads what another rank has sent, or calls a library of its own by address) is helped
+        here, and only here: whatever it allocates in training it must allocate in here too. Left, all is as it was.
 
         Raises:
             UserError: a step that is specified so cannot be run without bytes; why.

@@ -11,8 +11,8 @@ from fw_plugins.sharding.zero.config import ZeroConfig
 
 
 def pieces(config: ZeroConfig, spec: StepSpec, model: CausalLM, ranks: int, rank: int) -> tuple[int, ...]:
-    """Elements of the parameters that a rank steps a piece of, whose gradients it may keep whole; then, for each group, the parameters' sizes
-    and where in them the pieces begin and end.
+    """Elements of the parameters that a rank steps a piece of, whose gradients it may keep whole; then, for each group, the parameters'
+    sizes and where in them the pieces begin and end.
 
     A group's parameters lie one after another, padded at the end, and are cut into equal parts (``get_partition_info`` and
     ``align_dense_tensors`` of deepspeed 0.19).
