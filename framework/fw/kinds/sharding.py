@@ -198,7 +198,7 @@ class ShardingPlugin(Plugin):
 
     def share(self, model: CausalLM, mesh_shape: Mapping[str, int], spec: StepSpec, rank: int) -> tuple[int, ...]:
         """What tells a rank from others where that does not show in the shapes of its DTensors, as an engine's own parts do not: ranks of
-        equal numbers take the same. A plan of many ranks runs some of them, and goes by the order of the numbers: those who keep more, more.
+        equal numbers take the same. Of many ranks a plan runs some, and goes by the order of the numbers: larger ones keep more.
 
         Args:
             model: as :meth:`shard` has left it.
