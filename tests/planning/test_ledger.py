@@ -138,6 +138,17 @@ def test_modules_convert_their_parameters():
         assert ledger.live_bytes == before - 20_000
 
 
+def test_modules_made_before_are_converted_on_the_meta_device():
+    with torch.device("meta"):
+        linear = nn.Linear(100, 100, bias=False)
+    weight = linear.weight
+    with Ledger() as ledger:
+        linear.to(torch.bfloat16)
+        assert linear.weight is weight and type(weight) is nn.Parameter and weight.dtype == torch.bfloat16 and weight.is_meta
+        linear.to_empty(device="cpu")
+        assert linear.weight.dtype == torch.bfloat16 and ledger.live_bytes == 20_000
+
+
 def test_everything_is_as_it_was_afterwards():
     resize, state = torch.UntypedStorage.resize_, torch.get_rng_state
     before = torch.get_rng_state()

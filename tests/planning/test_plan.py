@@ -77,7 +77,6 @@ def test_ranks_are_as_many_as_asked_for(workspace: Path) -> None:
     "arguments, words",
     [
         (["--world-size", "0"], "--world-size"),
-        (["sharding=zero"], "fw profile"),
         (["sharding=fsdp", "--world-size", "3"], "global_batch_size"),
         (["train.sequence_lenght=3"], "sequence_length"),
     ],

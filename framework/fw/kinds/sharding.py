@@ -176,8 +176,6 @@ class ShardingPlugin(Plugin):
     """Decides how ranks divide the model."""
 
     kind: ClassVar[str] = "sharding"
-    untraceable: ClassVar[str] = ""
-    """Why its step cannot be run without bytes, as a clause; empty where it can, and is planned by that."""
 
     @abstractmethod
     def mesh_shape(self, world_size: int) -> dict[str, int]:
@@ -197,6 +195,27 @@ class ShardingPlugin(Plugin):
         Raises:
             UserError: the model does not divide so, or the step cannot be honoured; with what would work.
         """
+
+    def share(self, model: CausalLM, mesh_shape: Mapping[str, int], spec: StepSpec, rank: int) -> tuple[int, ...]:
+        """What tells a rank from others where that does not show in the shapes of its DTensors, as an engine's own parts do not: ranks of
+        equal numbers take the same. Of many ranks a plan runs some, and goes by the order of the numbers: larger ones keep more.
+
+        Args:
+            model: as :meth:`shard` has left it.
+        """
+        return ()
+
+    def traced(self, spec: StepSpec) -> AbstractContextManager[object]:
+        """Entered around :meth:`start` and the steps of a plan, which run without bytes: tensors are fake, the process group has nobody
+        else in it, collectives leave what they are given as it was, and values that are asked for are 1, or 0 where that is known.
+
+        An engine that cannot go on with that (it reads what another rank has sent, or calls a library of its own by address) is helped
+        here, and only here: whatever it allocates in training it must allocate in here too. Left, all is as it was.
+
+        Raises:
+            UserError: a step that is specified so cannot be run without bytes; why.
+        """
+        return nullcontext()
 
     def prepare(self, spec: StepSpec, say: Callable[[str], None]) -> None:
         """Build what the step needs on this host (compiled operators). Called before its ranks start, or by each of them at the same time

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.distributed.tensor import _dispatch as dtensor_dispatch
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
@@ -93,22 +93,20 @@ class _Entered:
 
 @contextmanager
 def converted_in_place() -> Iterator[None]:
-    """Modules give parameters that are plain tensors other data when they convert them, and refuse to for fake ones."""
+    """Modules give parameters that are plain tensors other data when they convert them, and refuse to where fake ones take part."""
     original = nn.Module._apply
 
     def _apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        fakes: dict[str, Any] = {name: p for name, p in self._parameters.items() if isinstance(p, FakeTensor)}
-        for name in fakes:
+        found: dict[str, Any] = {name: p for name, p in self._parameters.items() if isinstance(p, FakeTensor) or _is_meta(p)}
+        for name in found:
             self._parameters[name] = None
         try:
             original(self, fn, recurse)
         finally:
-            self._parameters.update(fakes)
+            self._parameters.update(found)
         with torch.no_grad():
-            for parameter in fakes.values():
-                parameter.data = fn(parameter)
-                if parameter.grad is not None:
-                    parameter.grad.data = fn(parameter.grad)
+            for name, parameter in found.items():
+                self._parameters[name] = _converted(parameter, fn)
         return self
 
     nn.Module._apply = _apply  # type: ignore[method-assign]
@@ -116,3 +114,22 @@ def converted_in_place() -> Iterator[None]:
         yield
     finally:
         nn.Module._apply = original  # type: ignore[method-assign]
+
+
+def _is_meta(parameter: Any) -> bool:
+    """Whether it is one of those that were made before a ledger was entered."""
+    return type(parameter) is nn.Parameter and parameter.is_meta
+
+
+def _converted(parameter: Any, fn: Callable[[Tensor], Tensor]) -> Any:
+    """The same with other data, or, where that leaves the meta device, another."""
+    data = fn(parameter)
+    if not isinstance(parameter, FakeTensor):
+        if not data.is_meta:
+            return nn.Parameter(data, parameter.requires_grad)
+        with unset_fake_temporarily():
+            data = torch.empty_strided(data.shape, data.stride(), dtype=data.dtype, device=data.device)
+    parameter.data = data
+    if parameter.grad is not None:
+        parameter.grad.data = fn(parameter.grad)
+    return parameter

@@ -50,9 +50,6 @@ def plan(config: str | Path | Config, *overrides: str, world_size: int | None = 
     given = [*overrides, *([] if world_size is None else _launch(config, overrides, world_size))]
     loaded = config if isinstance(config, Config) else configuration.load(config, given)
     recipe = resolve(loaded, current_world(), starts=False)
-    if why := recipe.sharding.untraceable:
-        name = recipe.names["sharding"][0]
-        raise UserError(f"{recipe.config.origin(('sharding',))}: sharding={name} cannot be planned: {why}; measure it with fw profile")
     gpu = _here(recipe) if device is None else chosen
     with planning_for(PlannedGPU(gpu.name, gpu.compute_capability, lambda tensor: False)) if gpu is not None else nullcontext():
         return _plan(recipe, gpu)

@@ -93,8 +93,9 @@ def trace_blocks(
     Raises:
         NotRepeatable: blocks that look alike are not.
     """
-    with as_rank(recipe, rank) as mesh, _quiet():
-        built = build(recipe, vocab_size, mesh, TRACED if device is None else torch.device("cuda"), rows)
+    runs_on = TRACED if device is None else torch.device("cuda")
+    with as_rank(recipe, rank) as mesh, _quiet(), recipe.sharding.traced(recipe.step_spec(runs_on, rows)):
+        built = build(recipe, vocab_size, mesh, runs_on, rows)
         built.model.train()
         local = [recipe.sharding.local_batch(dict(micro), mesh) for micro in micro_batches]
         with torch.compiler.set_stance("force_eager"), Ledger(device) as ledger:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 import torch
@@ -13,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fw.kinds.model import CausalLM, Give
 from fw.kinds.sharding import SHARD, ShardingPlugin, Stepper, StepSpec
 from fw_plugins.sharding.torch_stepper import parameter_groups
-from fw_plugins.sharding.zero import disk, ds_config, engine, ops, placing, rules
+from fw_plugins.sharding.zero import disk, ds_config, engine, ops, pieces, placing, rules, traced
 from fw_plugins.sharding.zero.config import ZeroConfig
 from fw_plugins.sharding.zero.stepper import ZeroStepper
 
@@ -32,7 +33,6 @@ class Zero(ShardingPlugin):
         "replicate": "zero divides state over all ranks; copies of a divided model are sharding=fsdp's",
     }
     packages = {"deepspeed": "deepspeed"}  # noqa: RUF012
-    untraceable = "DeepSpeed reads numbers that ranks send each other"
 
     def mesh_shape(self, world_size: int) -> dict[str, int]:
         """All ranks divide the state and see different samples."""
@@ -45,6 +45,14 @@ class Zero(ShardingPlugin):
     def prepare(self, spec: StepSpec, say: Callable[[str], None]) -> None:
         """Compile the operators of offload."""
         ops.prepare(needed(spec), say, spec.device_type)
+
+    def share(self, model: CausalLM, mesh_shape: Mapping[str, int], spec: StepSpec, rank: int) -> tuple[int, ...]:
+        """Equal in stage 3, which pads each parameter's last part."""
+        return () if self.config.stage == 3 else pieces.pieces(self.config, spec, model, mesh_shape[SHARD], rank)
+
+    def traced(self, spec: StepSpec) -> AbstractContextManager[object]:
+        """DeepSpeed is alone."""
+        return traced.alone(spec.device_type)
 
     def shard(self, model: CausalLM, mesh: DeviceMesh | None, spec: StepSpec) -> None:
         """DeepSpeed does so as the model leaves the meta device."""
