@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fw.assemble import Assembly, build, start
@@ -101,10 +101,10 @@ def trace_blocks(
         with torch.compiler.set_stance("force_eager"), Ledger(device) as ledger:
             made = start(recipe, built, mesh, TRACED, lambda tensors: None)
             ledger.ready(made.stepper.module)
-            gc.collect()
-            loaded = ledger.live_bytes
             repetition = None if whole else Repetition.of(made, ledger)
-            steps, histories = _steps(recipe, made, ledger, micro_batches, local, repetition)
+            with _collected_quickly():
+                loaded = ledger.live_bytes
+                steps, histories = _steps(recipe, made, ledger, micro_batches, local, repetition)
             made.stepper.close()
         left_out = 0 if repetition is None else repetition.left_out
         telling = [*_telling(local), len(local)]
@@ -197,7 +197,24 @@ def as_rank(recipe: Recipe, rank: int) -> Iterator[DeviceMesh | None]:
         yield init_device_mesh("cpu", tuple(recipe.mesh_shape.values()), mesh_dim_names=tuple(recipe.mesh_shape))
     finally:
         dist.destroy_process_group()
-        _clear_sharding_prop_cache()  # it knows process groups by names, which another rank's are not
+        _forget_sharding()  # it knows process groups by names, which another rank's are not
+
+
+def _forget_sharding() -> None:
+    DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
+    if (clear := getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None)) is not None:  # torch 2.10 and later
+        clear()
+
+
+@contextmanager
+def _collected_quickly() -> Iterator[None]:
+    """Collecting garbage, as a step does before it is measured, passes over all that there is already."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 @contextmanager
