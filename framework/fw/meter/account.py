@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +13,19 @@ from torch import Tensor
 
 UNNAMED = "temporary"
 """Category of memory that nobody gave another."""
+
+
+class Site(NamedTuple):
+    """Where in a step memory is made: a module's path, as ``layers.3``, and the phase."""
+
+    module: str = ""
+    phase: str = ""
+
+    def __str__(self) -> str:
+        return ", ".join(filter(None, self)) or "elsewhere"
+
+
+_NOWHERE = Site()
 
 
 @dataclass(eq=False)
@@ -24,6 +38,11 @@ class Block:
     """Whether it may be gone before its end is seen: what a backend needs until its own thread is done."""
     passing: bool = False
     """Whether the category is that of what ranks exchange, until it turns out to be something else: a gradient that was received."""
+    site: Site = _NOWHERE
+    address: int = 0
+    """0 where it has none."""
+    line: str = ""
+    """Of the Python program that made it; empty where nobody looked."""
 
     def name(self, category: str) -> None:
         """It belongs to ``category``, unless it has one."""
@@ -82,6 +101,12 @@ class History:
         """It is no more."""
         self.changes.append((block, -1))
 
+    @property
+    def left(self) -> list[Block]:
+        """Those that came and are there at the end, in the order of time."""
+        gone = {block for block, sign in self.changes if sign < 0}
+        return [block for block, sign in self.changes if sign > 0 and block not in gone]
+
     def account(self, parts: Mapping[str, str] | None = None) -> Account:
         """By the categories that blocks have now, or by what ``parts`` says these are part of."""
         by_category = self.over_time()
@@ -127,6 +152,10 @@ class Recorder(ABC):
     @abstractmethod
     def mark(self, name: str) -> None:
         """What follows is ``name``."""
+
+    @abstractmethod
+    def enter(self, module: str) -> None:
+        """What follows is made in ``module``, a path; it counts for the site only."""
 
     @abstractmethod
     def known(self, category: str, tensors: Iterable[Tensor]) -> None:

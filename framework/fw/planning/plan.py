@@ -14,6 +14,7 @@ from fw import config as configuration
 from fw.assemble import check
 from fw.config import Config, LoaderSection
 from fw.errors import UserError
+from fw.meter.detail import Detail
 from fw.meter.document import MemoryDocument, RankMemory
 from fw.meter.memory import held_bytes
 from fw.planning.alike import ranks_alike
@@ -57,7 +58,9 @@ def plan(config: str | Path | Config, *overrides: str, world_size: int | None = 
         ranks[rank] = replace(found, host_peak=imported + found.allocated_peak)
     budget = recipe.memory.budget_bytes or _host_memory() // recipe.ranks_per_host
     per_rank = [replace(ranks[like], rank=rank) for rank, like in enumerate(alike)]
-    return MemoryDocument(recipe.config.name, device.type, recipe.world_size, budget, per_rank, None)
+    document = MemoryDocument(recipe.config.name, device.type, recipe.world_size, budget, per_rank, None)
+    highest = max(traces[alike[document.largest.rank]].steps, key=lambda step: step.peak_bytes)
+    return replace(document, detail=Detail(document.largest.rank, highest.parameters, highest.timeline, highest.modules))
 
 
 def _launch(config: str | Path | Config, overrides: Sequence[str], world_size: int) -> list[str]:
