@@ -22,7 +22,7 @@ class Site(NamedTuple):
     phase: str = ""
 
     def __str__(self) -> str:
-        return ", ".join(filter(None, self)) or "elsewhere"
+        return " of ".join(filter(None, (self.phase, self.module))) or "no known module"
 
 
 _NOWHERE = Site()

@@ -203,9 +203,9 @@ def _line(call: Any) -> str:
     """Where a call of Python stands; empty where neither who calls nor what is called is a program's own."""
     called = getattr(call, "callsite", None)  # functions in C have no lines
     if called is not None and _is_own(called.file_name):
-        return f"{called.file_name} in {called.function_name}, which begins at line {called.line_number}"
+        return f"{called.file_name}, in {called.function_name} (from line {called.line_number})"
     frame = call.caller
-    return f"{frame.file_name}:{frame.line_number} in {frame.function_name}" if _is_own(frame.file_name) else ""
+    return f"{frame.file_name}:{frame.line_number}, in {frame.function_name}" if _is_own(frame.file_name) else ""
 
 
 @functools.cache

@@ -39,9 +39,9 @@ class Finding:
         if self.kind == TWICE:
             said = f"equal bytes {self.count} times, {size} more than once would take: {self.where}"
         else:
-            grows = f"grows by {size} ({number}) a step" if self.kind == GROWING else f"{size} ({number}) of each step outlast it"
-            said = f"{grows}, made in {self.where}"
-            said += f" by {'; '.join(self.lines)}" if self.lines else ""
+            grows = f"grows by {size} ({number}) a step" if self.kind == GROWING else f"{size} ({number}) made in a step outlast it"
+            said = f"{grows}: {self.where}"
+            said += f" at {'; '.join(self.lines)}" if self.lines else ""
             said += f"; held by {'; '.join(self.holders)}" if self.holders else ""
         if world_size == 1:
             return said

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import gc
 from collections import Counter, defaultdict, deque
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from types import FrameType
+from types import FrameType, GeneratorType
 from typing import Any
 
 import torch
@@ -115,22 +115,29 @@ def _tensors_at(blocks: dict[int, Block]) -> dict[int, Tensor]:
 
 def _holders(tensors: Sequence[Tensor], mine: set[int]) -> list[str]:
     """Who has the first of them, in words; nobody where no object or module has them or a container of theirs by name."""
-    words = dict.fromkeys(_holder(tensor, {*mine, id(tensors)}) for tensor in tensors[:_LOOKED_AT])
-    return [word for word in words if word][:_SHOWN]
+    mine = {*mine, id(tensors)}  # and no container is made here that would have them too
+    words: dict[str, None] = {}
+    for number in range(min(len(tensors), _LOOKED_AT)):
+        if word := _holder(tensors[number], mine):
+            words[word] = None
+    return list(words)[:_SHOWN]
 
 
-def _holder(tensor: Tensor, mine: Container[int]) -> str:
-    through: Any = tensor
-    inside = ""
-    for _ in range(4):  # containers in containers
-        owners = [each for each in gc.get_referrers(through) if id(each) not in mine and not isinstance(each, FrameType)]
-        for owner in owners:
-            if name := _name(owner, through):
-                return f"{inside}{name}"
-        container = next((each for each in owners if isinstance(each, (list, tuple, set, dict, deque))), None)
-        if container is None:
-            break
-        through, inside = container, f"a {type(container).__name__} in "
+def _holder(tensor: Tensor, mine: set[int]) -> str:
+    """Through containers in containers."""
+    level: list[tuple[Any, str]] = [(tensor, "")]
+    for _ in range(4):
+        above: list[tuple[Any, str]] = []
+        for value, inside in level[:_LOOKED_AT]:
+            for owner in gc.get_referrers(value):
+                if id(owner) in mine or owner is level or isinstance(owner, (FrameType, GeneratorType)):
+                    continue
+                if name := _name(owner, value):
+                    return f"{inside}{name}"
+                # the pairs of this search have it too
+                if isinstance(owner, (list, set, dict, deque)) or (isinstance(owner, tuple) and owner[1:] != (inside,)):
+                    above.append((owner, f"a {type(owner).__name__} in "))
+        level = above
     return ""
 
 
