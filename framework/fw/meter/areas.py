@@ -97,7 +97,7 @@ def _far(budget: int | None, peak: int) -> str:
 
 def _phases(out: Drawing, timeline: Timeline, x_of: Callable[[float], float]) -> None:
     ends = [*(moved for moved, _ in timeline.phases[1:]), timeline.moved[-1]]
-    stretches = [(x_of(begin), x_of(end), name) for (begin, name), end in zip(timeline.phases, ends, strict=True)]
+    stretches = [(x_of(begin), x_of(end), name) for (begin, name), end in zip(timeline.phases, ends, strict=False)]
     for number, (x1, x2, name) in enumerate(stretch for stretch in stretches if stretch[1] - stretch[0] > 1):
         if number % 2 == 0:
             out.rectangle(x1, TOP - 20, x2 - x1, BOTTOM - TOP + 20, "shade")
