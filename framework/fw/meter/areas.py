@@ -75,10 +75,15 @@ def areas(timeline: Timeline, title: str, budget: int | None = None, headed: boo
     )
     x, y = x_of(timeline.moved[peak_at]), y_of(peak)
     if budget is not None and near:
+        out.shapes.append(Line((LEFT, y_of(budget)), (RIGHT, y_of(budget)), "paper", 4))  # red would not be seen on every area
         out.shapes.append(Line((LEFT, y_of(budget)), (RIGHT, y_of(budget)), "limit", 2, dashed=True))
         left = x > (LEFT + RIGHT) / 2
-        place = (LEFT + 8, "start") if left else (RIGHT - 8, "end")
-        out.shapes.append(Words(place[0], y_of(budget) - 7, f"budget {format_size(budget)}", place[1], "limit", bold=True))
+        words = f"budget {format_size(budget)}"
+        room = len(words) * _LETTER + 24
+        begin = LEFT + 8 if left else RIGHT - 8 - room
+        if budget < peak:
+            out.rectangle(begin, y_of(budget) - 24, room, 20, "paper")
+        out.shapes.append(Words(begin + room / 2, y_of(budget) - 9, words, "middle", "limit", bold=True))
     out.shapes.append(Line((LEFT, y), (RIGHT, y), "ink", 1, dashed=True))
     anchor, aside = ("end", -8) if x > (LEFT + RIGHT) / 2 else ("start", 8)
     out.shapes.append(Area([(x - 5, y - 9), (x + 5, y - 9), (x, y - 1)], "ink"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -50,8 +51,10 @@ class Places:
                     return
 
         names = {id(block): path for block, path in zip(self._blocks, self.paths, strict=True)}
-        handles = [block.register_forward_pre_hook(before, prepend=True) for block in self._blocks]  # before others gather its weights
-        return handles + [block.register_forward_hook(after) for block in self._blocks]
+        # In a compiled block they would be traced, and told out of order.
+        first, last = torch.compiler.disable(before), torch.compiler.disable(after)
+        handles = [block.register_forward_pre_hook(first, prepend=True) for block in self._blocks]  # before others gather its weights
+        return handles + [block.register_forward_hook(last) for block in self._blocks]
 
     def of_parameters(self) -> dict[str, KeptTensors]:
         """What there is now of each module's parameters, in the order of forward."""

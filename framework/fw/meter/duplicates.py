@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from fw.meter.findings import TWICE, Finding
 
@@ -18,11 +19,12 @@ def duplicates(tensors: Iterable[tuple[str, Tensor]], least_bytes: int = LEAST_B
     """Of these, those whose storages are as large as each other, hold the same bytes and are not the same.
 
     Args:
-        tensors: by name, plain ones; several of one storage count once.
+        tensors: by name, of DTensors this rank's part; several of one storage count once.
         least_bytes: storages that are smaller are not looked at.
     """
     named: dict[int, tuple[str, Tensor]] = {}
-    for name, tensor in tensors:
+    for name, whole in tensors:
+        tensor = whole.to_local() if isinstance(whole, DTensor) else whole
         storage = tensor.untyped_storage()
         if storage.nbytes() >= least_bytes and storage.data_ptr() not in named:
             named[storage.data_ptr()] = (name, _bytes_of(tensor))

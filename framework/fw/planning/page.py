@@ -190,8 +190,8 @@ def _formula(rank: RankMemory, detail: Detail) -> str:
         at_peak, most = (sum(sizes.get(component, 0) for component in components) for sizes in (rank.at_peak, rank.most))
         rows.append([name, format_size(at_peak), _per_parameter(at_peak, detail), _per_parameter(most, detail)])
     rows.append(["total", format_size(rank.allocated_peak), _per_parameter(rank.allocated_peak, detail), ""])
-    words = "total = model + activations + gradients + optimizer + buffer; per parameter of the whole model, on this rank."
-    return f"{_table(['', 'at the peak', 'per parameter', 'at most'], rows, last_is_all=True)}<p class='soft'>{words}</p>"
+    words = "total = model + activations + gradients + optimizer + buffer; what this rank takes, by the parameters of the whole model."
+    return f"{_table(['', 'at the peak', 'bytes per parameter', 'at most'], rows, last_is_all=True)}<p class='soft'>{words}</p>"
 
 
 def _per_parameter(nbytes: int, detail: Detail) -> str:
