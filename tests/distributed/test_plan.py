@@ -44,6 +44,10 @@ def test_every_rank_takes_what_was_planned(workspace: Path, case: str) -> None:
     overrides = [*SHARED, *CASES[case]]
     planned, measured = plan("tiny.yaml", *overrides), profile("tiny.yaml", *overrides, steps=3)
     assert len(planned.per_rank) == len(measured.per_rank) == planned.world_size
+    assert planned.detail.modules.keys() == measured.detail.modules.keys()
+    for name, kept in planned.detail.modules.items():
+        assert measured.detail.modules[name] == pytest.approx(kept, abs=SLACK), name
+    assert not measured.detail.findings
     for expected, found in zip(planned.per_rank, measured.per_rank, strict=True):
         assert expected.allocated_peak_low - SLACK <= found.allocated_peak_low <= found.allocated_peak <= expected.allocated_peak + SLACK
         assert expected.allocated_peak <= 1.03 * found.allocated_peak, "the upper end is near"

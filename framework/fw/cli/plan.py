@@ -5,10 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 
+from fw.cli import pictures
+
 EXAMPLES = """examples:
   fw plan configs/quickstart.yaml
   fw plan configs/quickstart.yaml sharding=fsdp precision=bf16 --world-size 4
   fw plan configs/quickstart.yaml precision=bf16 --device h100-80gb
+  fw plan configs/quickstart.yaml --html plan.html
   fw plan configs/quickstart.yaml --json"""
 
 EXIT_DOES_NOT_FIT = 3
@@ -22,6 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device", metavar="NAME|FILE", help="what to plan for; this machine's where left out (docs/memory.md has the names)"
     )
+    pictures.add_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print the document that docs/memory.md describes, and nothing else")
     parser.add_argument("--strict", action="store_true", help=f"exit with {EXIT_DOES_NOT_FIT} where a rank does not stay within the budget")
 
@@ -31,6 +35,8 @@ def run(options: argparse.Namespace) -> int:
     from fw.planning.plan import plan
     from fw.planning.tell import table
 
+    pictures.check(options)
     found = plan(options.config, *options.overrides, world_size=options.world_size, device=options.device)
+    pictures.write(options, found, "planned")
     print(json.dumps(found.as_json(), indent=1) if options.json else table(found, planned=True))
     return EXIT_DOES_NOT_FIT if options.strict and found.fits is False else 0

@@ -9,9 +9,12 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from fw.cli import pictures
+
 EXAMPLES = """examples:
   fw profile configs/quickstart.yaml
   fw profile configs/quickstart.yaml sharding=fsdp launch.devices=2 --steps 5
+  fw profile configs/quickstart.yaml --html profile.html --png profile.png
   fw profile configs/quickstart.yaml --json"""
 
 
@@ -20,6 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", help="a YAML file")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="values that win over the file's")
     parser.add_argument("--steps", type=int, default=3, metavar="N", help="steps whose memory is measured; as many more are timed")
+    pictures.add_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print the document that docs/memory.md describes, and nothing else")
 
 
@@ -28,8 +32,10 @@ def run(options: argparse.Namespace) -> int:
     from fw.planning.profile import profile
     from fw.planning.tell import table
 
+    pictures.check(options)
     with _stdout_aside():
         found = profile(options.config, *options.overrides, steps=options.steps)
+    pictures.write(options, found, "measured")
     print(json.dumps(found.as_json(), indent=1) if options.json else table(found))
     return 0
 

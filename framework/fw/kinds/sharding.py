@@ -131,9 +131,17 @@ class Stepper(ABC):
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """This rank's parameters under the model's own names, no wrapper prefix; DTensors where they are sharded."""
 
+    def parameter_count(self) -> int:
+        """How many numbers the model's parameters are, over all ranks."""
+        return sum(parameter.numel() for _, parameter in self.parameters())
+
     @abstractmethod
     def kept(self) -> KeptTensors:
         """What this rank keeps, for the account of its memory; master weights of another dtype are in the optimizer's state."""
+
+    def kept_by_parameter(self) -> dict[str, KeptTensors]:
+        """What of :meth:`kept` is a parameter's own, by the model's own names; nothing of what an engine keeps for several together."""
+        return {}
 
     @abstractmethod
     def fill(self, give: Give) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +13,19 @@ from torch import Tensor
 
 UNNAMED = "temporary"
 """Category of memory that nobody gave another."""
+
+
+class Site(NamedTuple):
+    """Where in a step memory is made: a module's path, as ``layers.3``, and the phase."""
+
+    module: str = ""
+    phase: str = ""
+
+    def __str__(self) -> str:
+        return " of ".join(filter(None, (self.phase, self.module))) or "no known module"
+
+
+_NOWHERE = Site()
 
 
 @dataclass(eq=False)
@@ -27,6 +40,11 @@ class Block:
     """Whether the category is that of what ranks exchange, until it turns out to be something else: a gradient that was received."""
     stream: int = 0
     """Of a GPU, by a number: the caching allocator gives memory of one stream to no other. 0 is where computation goes on."""
+    site: Site = _NOWHERE
+    address: int = 0
+    """0 where it has none."""
+    line: str = ""
+    """Of the Python program that made it; empty where nobody looked."""
 
     def name(self, category: str) -> None:
         """It belongs to ``category``, unless it has one."""
@@ -87,6 +105,12 @@ class History:
         """It is no more."""
         self.changes.append((block, -1))
 
+    @property
+    def left(self) -> list[Block]:
+        """Those that came and are there at the end, in the order of time."""
+        gone = {block for block, sign in self.changes if sign < 0}
+        return [block for block, sign in self.changes if sign > 0 and block not in gone]
+
     def account(self, parts: Mapping[str, str] | None = None) -> Account:
         """By the categories that blocks have now, or by what ``parts`` says these are part of."""
         by_category = self.over_time()
@@ -132,6 +156,10 @@ class Recorder(ABC):
     @abstractmethod
     def mark(self, name: str) -> None:
         """What follows is ``name``."""
+
+    @abstractmethod
+    def enter(self, module: str) -> None:
+        """What follows is made in ``module``, a path; it counts for the site only."""
 
     @abstractmethod
     def known(self, category: str, tensors: Iterable[Tensor]) -> None:

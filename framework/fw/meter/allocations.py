@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import bisect
+import functools
 import gc
+import sysconfig
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from fw.meter.account import Block, History, Recorder, Rules
+from fw.meter.account import Block, History, Recorder, Rules, Site
 
 
 class Allocations(Recorder):
@@ -39,13 +42,18 @@ class Allocations(Recorder):
         """Remember how much is allocated now."""
         _leave_trace(f"{_MARK}{name}")
 
+    def enter(self, module: str) -> None:
+        """In the order of time."""
+        _leave_trace(f"{_ENTER}{module}")
+
     def known(self, category: str, tensors: Iterable[Tensor]) -> None:
         """Those on the device."""
         for tensor in tensors:
             storage = tensor.untyped_storage()
             # Else it lies in a file or is another library's.
             if tensor.device.type == self._device.type and storage.nbytes() and storage.resizable():
-                self._known.setdefault(storage.data_ptr(), Block(storage.nbytes(), category))
+                address = storage.data_ptr()
+                self._known.setdefault(address, Block(storage.nbytes(), category, address=address))
 
     def known_rest(self, category: str) -> None:
         """Of every tensor Python knows of whose memory is one allocation."""
@@ -72,11 +80,14 @@ class Allocations(Recorder):
         """Fill in what happened, in the order of time."""
         history, live = self._history, dict(self._known)
         history.before = list(live.values())
-        now = 0
+        now, site = 0, Site()
         for event in events:
             if event.name.startswith(_MARK):
-                history.mark(event.name.removeprefix(_MARK))
-                self.marks[event.name.removeprefix(_MARK)] = now
+                site = Site(phase=event.name.removeprefix(_MARK))
+                history.mark(site.phase)
+                self.marks[site.phase] = now
+            elif event.name.startswith(_ENTER):
+                site = Site(event.name.removeprefix(_ENTER), site.phase)
             elif event.name.startswith(_NAME):
                 category, addresses = self._named[int(event.name.removeprefix(_NAME))]
                 for block in (live[a] for a in addresses if a in live) if addresses else live.values():
@@ -92,7 +103,8 @@ class Allocations(Recorder):
                     if event.address in live:  # its end was not seen
                         now -= live[event.address].nbytes
                         history.went(live[event.address])
-                    live[event.address] = history.came(Block(event.nbytes))
+                    made = Block(event.nbytes, site=site, address=event.address, line=event.line)
+                    live[event.address] = history.came(made)
                     if of in rules.copies:
                         live[event.address].name(rules.copies[of])
                     if event.inside:
@@ -105,18 +117,23 @@ class Allocations(Recorder):
 
 _MARK = "fw.meter.mark:"
 _NAME = "fw.meter.name:"
+_ENTER = "fw.meter.enter:"
 
 
 @contextmanager
-def allocations(device: torch.device, rules: Rules | None = None) -> Iterator[Allocations]:
+def allocations(device: torch.device, rules: Rules | None = None, lines: bool = False) -> Iterator[Allocations]:
     """Record allocations on ``device`` while the context is open; what it gives is filled at the end.
 
     The sums are of what tensors asked for, in the order of time: no rounding, no caching (profile_memory of torch.profiler).
+
+    Args:
+        lines: whether each is to know the line of Python that made it; the program is several times slower.
     """
     rules = rules or Rules()
     found = Allocations(device)
     # Shapes come with addresses, which say what is converted and what is exchanged.
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, record_shapes=rules != Rules(), acc_events=True) as record:
+    how: dict[str, Any] = {"profile_memory": True, "record_shapes": rules != Rules(), "with_stack": lines, "acc_events": True}
+    with profile(activities=[ProfilerActivity.CPU], **how) as record:
         yield found
     assert record.profiler is not None and record.profiler.kineto_results is not None
     tree = record.profiler.kineto_results.experimental_event_tree()
@@ -138,6 +155,7 @@ class _Event(NamedTuple):
         inside: allocated by a collective for itself.
         exchanged: addresses of what a collective takes.
         began: when a thread of gloo began what it has done now.
+        line: of the Python program that allocated; empty where it was not asked for.
     """
 
     time: int
@@ -148,19 +166,20 @@ class _Event(NamedTuple):
     inside: bool = False
     exchanged: tuple[int, ...] = ()
     began: int = 0
+    line: str = ""
 
 
 def _events(nodes: Iterable[Any], device: torch.device, rules: Rules) -> Iterator[_Event]:
     """Marks, collectives and allocations among the nodes of the profiler's tree."""
-    waiting = [(node, 0, False) for node in nodes]
+    waiting = [(node, 0, False, "") for node in nodes]
     while waiting:
-        node, converted, inside = waiting.pop()
+        node, converted, inside, line = waiting.pop()
         kind, details = node.typed
         if kind == torch._C._profiler._EventType.Allocation:
             if details.device.type == device.type:
-                yield _Event(node.start_time_ns, "", details.ptr, details.alloc_size, converted, inside)
+                yield _Event(node.start_time_ns, "", details.ptr, details.alloc_size, converted, inside, line=line)
         elif kind == torch._C._profiler._EventType.TorchOp:
-            if details.name.startswith((_MARK, _NAME)):
+            if details.name.startswith((_MARK, _NAME, _ENTER)):
                 yield _Event(node.start_time_ns, details.name)
             elif details.name == "aten::_to_copy":
                 converted = next(_addresses(details.inputs[:1]), 0)
@@ -170,10 +189,29 @@ def _events(nodes: Iterable[Any], device: torch.device, rules: Rules) -> Iterato
             elif rules.is_exchange(details.name):
                 inside = True
                 yield _Event(node.start_time_ns, details.name, exchanged=tuple(_addresses(details.inputs)))
-        waiting += [(child, converted, inside) for child in node.children]
+        elif kind in (torch._C._profiler._EventType.PyCall, torch._C._profiler._EventType.PyCCall):
+            line = _line(details) or line
+        waiting += [(child, converted, inside, line) for child in node.children]
 
 
 _GLOO = "gloo:"
+_FOREIGN = ("torch/", "pytorch_lightning/", "lightning_fabric/", "<")
+_LIBRARY = Path(sysconfig.get_paths()["stdlib"])
+
+
+def _line(call: Any) -> str:
+    """Where a call of Python stands; empty where neither who calls nor what is called is a program's own."""
+    called = getattr(call, "callsite", None)  # functions in C have no lines
+    if called is not None and _is_own(called.file_name):
+        return f"{called.file_name}, in {called.function_name} (from line {called.line_number})"
+    frame = call.caller
+    return f"{frame.file_name}:{frame.line_number}, in {frame.function_name}" if _is_own(frame.file_name) else ""
+
+
+@functools.cache
+def _is_own(file: str) -> bool:
+    """Whether a file, named from where it is imported, is neither torch's nor Python's."""
+    return not file.startswith(_FOREIGN) and not (_LIBRARY / file).is_file()
 
 
 def _with_unseen_ends(events: list[_Event]) -> list[_Event]:

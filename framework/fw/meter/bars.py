@@ -26,7 +26,7 @@ def bars(rows: Sequence[tuple[str, Mapping[str, int]]], categories: Sequence[str
         title: for those who do not see the picture.
     """
     shown = [c for c in categories if any(parts.get(c) for _, parts in rows)]
-    colours = {category: _COLOURS[number % len(_COLOURS)] for number, category in enumerate(categories)}
+    palette = colours(categories)
     most = max((sum(parts.values()) for _, parts in rows), default=0) or 1
     scale = (_WIDTH - _LEFT - _RIGHT) / most
     bottom = _TOP + len(rows) * (_BAR + _GAP)
@@ -36,7 +36,7 @@ def bars(rows: Sequence[tuple[str, Mapping[str, int]]], categories: Sequence[str
         f"<svg xmlns='http://www.w3.org/2000/svg' class='bars' viewBox='0 0 {_WIDTH} {height}' role='img'>",
         f"<title>{html.escape(title)}</title><style>{_STYLE}</style>",
     ]
-    for tick in _ticks(most):
+    for tick in ticks(most):
         x = _LEFT + tick * scale
         out.append(f"<line class='grid' x1='{x:.1f}' x2='{x:.1f}' y1='{_TOP - 6}' y2='{bottom}'/>")
         out.append(f"<text class='soft' x='{x:.1f}' y='{bottom + 14}' text-anchor='middle'>{format_size(tick) if tick else 0}</text>")
@@ -47,17 +47,22 @@ def bars(rows: Sequence[tuple[str, Mapping[str, int]]], categories: Sequence[str
             if nbytes := parts.get(category, 0):
                 tip = f"<title>{category}: {format_size(nbytes)}</title>"
                 size = f"width='{nbytes * scale:.1f}' height='{_BAR}'"
-                out.append(f"<rect x='{x:.1f}' y='{y}' {size} fill='{colours[category]}'>{tip}</rect>")
+                out.append(f"<rect x='{x:.1f}' y='{y}' {size} fill='{palette[category]}'>{tip}</rect>")
                 x += nbytes * scale
         out.append(f"<text class='soft' x='{x + 8:.1f}' y='{y + 15}'>{format_size(sum(parts.values()))}</text>")
     for number, category in enumerate(shown):
         x, y = 24 + number % 4 * 215, bottom + 28 + number // 4 * _LEGEND
-        out.append(f"<rect x='{x}' y='{y}' width='12' height='12' fill='{colours[category]}'/>")
+        out.append(f"<rect x='{x}' y='{y}' width='12' height='12' fill='{palette[category]}'/>")
         out.append(f"<text x='{x + 18}' y='{y + 11}'>{html.escape(category)}</text>")
     return "\n".join([*out, "</svg>"]) + "\n"
 
 
-def _ticks(most: int) -> list[int]:
+def colours(categories: Sequence[str]) -> dict[str, str]:
+    """Of each category, ``#rrggbb``."""
+    return {category: _COLOURS[number % len(_COLOURS)] for number, category in enumerate(categories)}
+
+
+def ticks(most: int) -> list[int]:
     """Round numbers of bytes from 0 to at most ``most``, four to eight of them."""
     unit = 1
     while unit * 8 <= most:

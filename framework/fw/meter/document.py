@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fw.meter.detail import Detail
 from fw.meter.step_memory import StepMemory
 
 COMPONENTS = {
@@ -95,6 +96,7 @@ class MemoryDocument:
         device: what ranks compute on.
         budget: bytes a rank may take; None where nothing bounds it.
         step_time: seconds per optimizer step; None where it is not known.
+        detail: one step more closely; no part of the JSON.
     """
 
     config: str
@@ -103,6 +105,7 @@ class MemoryDocument:
     budget: int | None
     per_rank: Sequence[RankMemory]
     step_time: float | None
+    detail: Detail | None = None
 
     @property
     def largest(self) -> RankMemory:

@@ -14,8 +14,11 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from fw.kinds.sharding import Stepper
-from fw.meter.account import UNNAMED, History, Recorder, Rules
+from fw.meter.account import UNNAMED, Block, History, Recorder, Rules
 from fw.meter.allocations import allocations
+from fw.meter.by_module import ELSEWHERE, EMBEDDING, Places, nbytes
+from fw.meter.by_module import HEAD as AFTER_BLOCKS
+from fw.meter.detail import Timeline, by_module_at, most_by_module
 
 WEIGHTS, GATHERED, COPIES, OPTIMIZER, BUFFERS = "weights", "gathered weights", "weight copies", "optimizer state", "buffers"
 GRADIENTS, ACTIVATIONS, HEAD, EXCHANGED, INPUTS, OTHER = "gradients", "activations", "head and loss", "exchanged", "inputs", "other"
@@ -58,7 +61,7 @@ _COMPONENTS = {
 
 @dataclass(frozen=True)
 class StepMemory:
-    """The peak of a step.
+    """The peak of a step, and how it came to it.
 
     Attributes:
         low_bytes: the least it may be, where something may be gone earlier.
@@ -66,6 +69,9 @@ class StepMemory:
         by_category: bytes of :data:`CATEGORIES` at that moment; their sum is ``peak_bytes``.
         at_peak: the same by component of the document.
         most: the most of each component at any time in the step.
+        timeline: how much of each category there was in the course of the step.
+        modules: what each block keeps, and what is before and after them: weights, gradients, optimizer state, activations.
+        parameters: of the model, over all ranks.
     """
 
     peak_bytes: int
@@ -74,13 +80,17 @@ class StepMemory:
     by_category: dict[str, int]
     at_peak: dict[str, int]
     most: dict[str, int]
+    timeline: Timeline
+    modules: dict[str, dict[str, int]]
+    parameters: int
 
     @staticmethod
-    def of(history: History) -> StepMemory:
+    def of(history: History, modules: dict[str, dict[str, int]], parameters: int) -> StepMemory:
         """By what a recording has found."""
         fine, coarse = history.account(), history.account(_COMPONENTS)
         by_category = {category: nbytes for category, nbytes in fine.at_peak.items() if nbytes}
-        return StepMemory(fine.peak_bytes, fine.low_bytes, fine.peak_after or "forward", by_category, coarse.at_peak, coarse.most)
+        peaks = (fine.peak_bytes, fine.low_bytes, fine.peak_after or "forward")
+        return StepMemory(*peaks, by_category, coarse.at_peak, coarse.most, Timeline.of(history), modules, parameters)
 
 
 Recording = Callable[[torch.device, Rules], AbstractContextManager[Recorder]]
@@ -103,6 +113,10 @@ class StepMeter:
         self._in_forward = False
         self._handles: list[RemovableHandle] = []
         self._seen: set[int] = set()
+        self._places = Places(stepper, blocks)
+        self._gradients: dict[str, int] = {}
+        self.left: list[Block] = []
+        """What the last step has made and was there at its end."""
 
     @contextmanager
     def step(self, inputs: Sequence[Tensor] = ()) -> Iterator[list[StepMemory]]:
@@ -121,14 +135,17 @@ class StepMeter:
             handles = [self._stepper.module.register_forward_pre_hook(self._before)]
             handles += [block.register_forward_pre_hook(self._before) for block in self._blocks]
             handles.append(self._blocks[-1].register_forward_hook(self._after_blocks))
+            handles += self._places.follow(found, lambda: self._in_forward)
             try:
                 yield result
             finally:
                 for handle in (*handles, *self._handles):
                     handle.remove()
                 self._handles, self._seen = [], set()
+            self._found.enter("")
             found.name(OPTIMIZER, self._stepper.kept().optimizer)  # a first step has made it
-        result.append(StepMemory.of(found.history))
+        self.left = found.history.left
+        result.append(StepMemory.of(found.history, self._modules(found.history), self._stepper.parameter_count()))
 
     def forward(self) -> None:
         """A forward begins."""
@@ -137,17 +154,42 @@ class StepMeter:
             self._found.name_rest(OTHER)
             self._begun = True
         self._found.mark("forward")
+        self._found.enter(EMBEDDING)
 
     def backward(self) -> None:
         """A forward has ended, and its backward begins."""
         self._in_forward = False
         self._found.name_rest(HEAD)
         self._found.mark("backward")
+        self._found.enter(AFTER_BLOCKS)
 
     def update(self) -> None:
         """A backward has ended; an update or another forward follows."""
         self._found.name(GRADIENTS, self._stepper.kept().gradients)
         self._found.mark("step")
+        self._gradients = {name: nbytes(kept.gradients) for name, kept in self._places.of_parameters().items()}
+
+    def _modules(self, history: History) -> dict[str, dict[str, int]]:
+        """What each module keeps by category; what is no module's own, or not known to be, in a row of its own."""
+        kept = self._places.of_parameters()
+        if not any(self._gradients.values()):  # updated in backward, one after another
+            self._gradients = most_by_module(history, (GRADIENTS,))
+        left = by_module_at(history, (ACTIVATIONS, COPIES, HEAD), "backward")
+        rows = {
+            name: {
+                WEIGHTS: nbytes(own.weights),
+                GRADIENTS: self._gradients.pop(name, 0),
+                OPTIMIZER: nbytes(own.optimizer),
+                ACTIVATIONS: left.pop(name, 0),
+            }
+            for name, own in kept.items()
+        }
+        whole = history.account().most
+        rest = {category: whole.get(category, 0) - sum(row[category] for row in rows.values()) for category in (WEIGHTS, OPTIMIZER)}
+        rest |= {GRADIENTS: sum(self._gradients.values()), ACTIVATIONS: sum(left.values())}
+        if any(nbytes > 0 for nbytes in rest.values()):
+            rows[ELSEWHERE] = {category: max(0, nbytes) for category, nbytes in rest.items()}
+        return rows
 
     def _before(self, module: nn.Module, args: Any) -> None:
         """Parameters are as forward uses them: where ranks divide them, gathered just now."""

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from fw.meter.account import Block, History
+from fw.meter.account import Block, History, Site
 from fw.meter.step_memory import GRADIENTS
 
 
@@ -38,16 +38,26 @@ Segments = Sequence[tuple[int, Stretch | None]]
 
 @dataclass
 class Copies:
-    """For blocks of the period that stands for others, those that the others would have."""
+    """For blocks of the period that stands for others, those that the others would have.
+
+    Attributes:
+        count: of periods left out.
+        paths: for each, modules of the period that stands for it, or near it, and what they are there.
+    """
 
     count: int
+    paths: Sequence[Mapping[str, str]] = ()
     _of: dict[Block, list[Block]] = field(default_factory=dict)
 
     def of(self, block: Block) -> list[Block]:
         """One for each period left out, in the model's order."""
         if block not in self._of:
-            self._of[block] = [replace(block) for _ in range(self.count)]
+            self._of[block] = [replace(block, site=self._site(block, number)) for number in range(self.count)]
         return self._of[block]
+
+    def _site(self, block: Block, number: int) -> Site:
+        module = block.site.module
+        return block.site._replace(module=self.paths[number].get(module, module)) if self.paths else block.site
 
     def agree(self) -> None:
         """All are for what the originals are for."""

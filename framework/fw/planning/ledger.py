@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fw.meter.account import Block, History, Recorder, Rules
+from fw.meter.account import Block, History, Recorder, Rules, Site
 from fw.meter.devices import Device
 from fw.planning.flags import Flags
 from fw.planning.gloo import Gloo
@@ -194,6 +194,7 @@ class Ledger(TorchDispatchMode):
     def _came(self, key: int, block: Block) -> None:
         self._live[key] = block
         if self._recording is not None:
+            block.site = self._recording.site
             self._recording.history.came(block)
 
     def _went(self, key: int) -> None:
@@ -234,6 +235,7 @@ class _Recording(Recorder):
         for block in self._before:
             block.category, block.passing = _UNKNOWN, False
         self._history = History(before=self._before)
+        self.site = Site()
 
     @property
     def history(self) -> History:
@@ -241,6 +243,10 @@ class _Recording(Recorder):
 
     def mark(self, name: str) -> None:
         self._history.mark(name)
+        self.site = Site(phase=name)
+
+    def enter(self, module: str) -> None:
+        self.site = Site(module, self.site.phase)
 
     def known(self, category: str, tensors: Iterable[Tensor]) -> None:
         for block in self._blocks(tensors):

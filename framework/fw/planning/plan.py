@@ -15,6 +15,7 @@ from fw import config as configuration
 from fw.assemble import check
 from fw.config import Config, LoaderSection
 from fw.errors import UserError
+from fw.meter.detail import Detail
 from fw.meter.devices import Device, find, of_product
 from fw.meter.document import MemoryDocument, RankMemory
 from fw.meter.memory import held_bytes
@@ -73,11 +74,15 @@ def _plan(recipe: Recipe, gpu: Device | None) -> MemoryDocument:
         ranks[rank] = replace(found, host_peak=imported + found.allocated_peak)
     per_rank = [replace(ranks[like], rank=rank) for rank, like in enumerate(alike)]
     budget = recipe.memory.budget_bytes
+    seconds = None
     if gpu is None:
         budget = budget or _host_memory() // recipe.ranks_per_host
-        return MemoryDocument(recipe.config.name, CPU, recipe.world_size, budget, per_rank, None)
-    seconds = max(slowest_step(trace, gpu, recipe.ranks_per_host) for trace in traces.values())
-    return MemoryDocument(recipe.config.name, gpu.name, recipe.world_size, budget or gpu.memory_bytes, per_rank, seconds)
+    else:
+        budget = budget or gpu.memory_bytes
+        seconds = max(slowest_step(trace, gpu, recipe.ranks_per_host) for trace in traces.values())
+    document = MemoryDocument(recipe.config.name, CPU if gpu is None else gpu.name, recipe.world_size, budget, per_rank, seconds)
+    highest = max(traces[alike[document.largest.rank]].steps, key=lambda step: step.peak_bytes)
+    return replace(document, detail=Detail(document.largest.rank, highest.parameters, highest.timeline, highest.modules))
 
 
 def _here(recipe: Recipe) -> Device | None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 from fw import config as configuration
 from fw.errors import EXIT_INTERRUPTED, EXIT_OK, RunError, UserError
+from fw.meter.detail import Detail
 from fw.meter.document import MemoryDocument
 from fw.training import run_dir
 from fw.training.run import train
@@ -46,4 +48,5 @@ def profile(config: str | Path, *overrides: str, steps: int = 3) -> MemoryDocume
             raise KeyboardInterrupt
         if result.exit_code != EXIT_OK:
             raise RunError(f"the run that was to be measured ended with exit code {result.exit_code}")
-        return MemoryDocument.from_json(json.loads((Path(directory) / run_dir.MEMORY).read_text()))
+        document, detail = (json.loads((Path(directory) / name).read_text()) for name in (run_dir.MEMORY, run_dir.MEMORY_DETAIL))
+        return replace(MemoryDocument.from_json(document), detail=Detail.from_json(detail))

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_leaves
 
 from fw.assemble import Assembly
 from fw.meter.account import Block, History, Recorder, Rules
+from fw.meter.by_module import Places
 from fw.planning.expand import Copies, NotRepeatable, Stretch, expand
 from fw.planning.ledger import Ledger
 from fw.planning.pattern import Pattern, pattern_of
@@ -30,6 +30,7 @@ class Repetition:
         self._pattern, self._stepper, self._ledger = pattern, made.stepper, ledger
         self._blocks = list(made.model.blocks)
         self.module = made.stepper.module
+        self.paths = Places(made.stepper, self._blocks).paths
         self._list = _list_of(made.model, self._blocks)
         self._host_before: int | None = None
         self.host_bytes = 0
@@ -124,8 +125,7 @@ class _Step(Recorder):
     """Records a step of few blocks."""
 
     def __init__(self, found: Recorder, pattern: Pattern, count: int, owner: Repetition) -> None:
-        self._found, self._pattern, self._count, self._owner = found, pattern, count, owner
-        self._copies = Copies(pattern.count - count)
+        self._found, self._pattern, self._owner = found, pattern, owner
         self._bound: set[Block] = set()
         self._segments: list[tuple[int, Stretch | None]] = [(0, None)]
         self._pass, self._ascending = -1, True
@@ -134,34 +134,12 @@ class _Step(Recorder):
         total = len(owner.blocks)
         self._run = [*range(behind), *range(behind + gap, total)]
         self._gap = range(behind, behind + gap)
-        self._handles = [handle for n in self._run for handle in self._watch(n)]
-        self._handles.append(owner.module.register_forward_pre_hook(self._shorten))
+        self._copies = Copies(pattern.count - count, self._paths())
+        instances = {owner.paths[n]: (n - pattern.head) // pattern.period for n in self._run}
+        self._instances = {path: n if 0 <= n < count else None for path, n in instances.items()}
+        self._handle = owner.module.register_forward_pre_hook(self._shorten)
         self._history: History | None = None
         self._alone: AbstractContextManager[None] | None = None
-
-    def _watch(self, number: int) -> Iterator[Any]:
-        block = self._owner.blocks[number]
-        instance = (number - self._pattern.head) // self._pattern.period
-        inside = instance if 0 <= instance < self._count else None
-
-        def begins() -> None:
-            self._segment(Stretch(self._pass, self._ascending, inside))
-
-        def before(module: nn.Module, args: Any) -> None:
-            if self._ascending:  # and not in a repetition
-                begins()
-
-        def after(module: nn.Module, args: Any, output: Any) -> None:
-            if self._ascending:
-                for leaf in tree_leaves(output):
-                    if isinstance(leaf, Tensor) and leaf.requires_grad:
-                        leaf.register_hook(lambda grad: begins())
-                        break
-                if number == self._run[-1]:
-                    self._segment(None)
-
-        yield block.register_forward_pre_hook(before)
-        yield block.register_forward_hook(after)
 
     def _shorten(self, module: nn.Module, args: Any) -> None:
         """The model's forward begins, and what wraps it has seen all blocks."""
@@ -194,17 +172,34 @@ class _Step(Recorder):
         period = self._pattern.period
         return [self._owner.blocks[start : start + period] for start in self._gap[::period]]
 
+    def _paths(self) -> list[dict[str, str]]:
+        """For each period left out, as if those that were left out came behind the template, its modules by the template's."""
+        period = self._pattern.period
+        end = self._pattern.head + period * (self._pattern.reach + 1)
+        order = [*self._run[:end], *self._gap, *self._run[end:]]
+        near = range(end - period * (self._pattern.reach + 1), min(end + period * self._pattern.reach, len(self._run)))
+        names = self._owner.paths
+        return [
+            {names[self._run[n]]: names[order[n + shift]] for n in near if n + shift < len(order)}
+            for shift in range(period, len(self._gap) + 1, period)
+        ]
+
     def close(self) -> None:
         """The model is whole again."""
         self._whole()
-        for handle in self._handles:
-            handle.remove()
+        self._handle.remove()
 
     def _whole(self) -> None:
         if self._alone is not None:
             self._alone.__exit__(None, None, None)
             self._alone = None
         self._owner.run(range(len(self._owner.blocks)))
+
+    def enter(self, module: str) -> None:
+        """Where one of the blocks begins, in forward or in backward, the one before ends."""
+        self._found.enter(module)
+        inside = module in self._instances and self._pass >= 0
+        self._segment(Stretch(self._pass, self._ascending, self._instances[module]) if inside else None)
 
     def known(self, category: str, tensors: Iterable[Tensor]) -> None:
         self._found.known(category, tensors)

@@ -19,7 +19,7 @@ def table(document: MemoryDocument, *, planned: bool = False) -> str:
     for name in COMPONENTS:
         if rank.most.get(name, 0) or rank.at_peak.get(name, 0):
             lines.append(f"{name:<16}{format_size(rank.at_peak.get(name, 0)):>12}{format_size(rank.most.get(name, 0)):>12}")
-    lines.append(f"{'allocated':<16}{_range(rank):>12}  in {rank.peak_phase}")
+    lines.append(f"{'allocated':<16}{allocated(rank):>12}  in {rank.peak_phase}")
     if rank.driver_peak:
         unused = rank.reserved_peak - rank.allocated_peak
         lines.append(
@@ -31,9 +31,9 @@ def table(document: MemoryDocument, *, planned: bool = False) -> str:
         estimate = "  estimate: at the peaks of the data sheet" if planned else ""
         lines.append(f"{'step':<16}{document.step_time:>10.3g} s{estimate}")
     if document.budget is not None:
-        over = rank.taken - document.budget
-        verdict = f"does not fit: {format_size(over)} too much" if over > 0 else f"fits, {format_size(-over)} left"
-        lines.append(f"{'budget':<16}{format_size(document.budget):>12}  {verdict}")
+        lines.append(f"{'budget':<16}{format_size(document.budget):>12}  {verdict(document)}")
+    if document.detail is not None and document.detail.findings:
+        lines += ["", *(finding.sentence(document.world_size) for finding in document.detail.findings)]
     return "\n".join(lines)
 
 
@@ -44,7 +44,15 @@ def _which(document: MemoryDocument) -> str:
     return "every rank" if alike else f"rank {document.largest.rank}, most"
 
 
-def _range(rank: RankMemory) -> str:
+def verdict(document: MemoryDocument) -> str:
+    """Whether the run fits the budget, which there is, and by how much."""
+    assert document.budget is not None
+    over = document.largest.taken - document.budget
+    return f"does not fit: {format_size(over)} too much" if over > 0 else f"fits, {format_size(-over)} left"
+
+
+def allocated(rank: RankMemory) -> str:
+    """The peak, or from where to where it may be."""
     if rank.allocated_peak_low == rank.allocated_peak:
         return format_size(rank.allocated_peak)
     return f"{format_size(rank.allocated_peak_low)} to {format_size(rank.allocated_peak)}"

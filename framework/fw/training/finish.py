@@ -11,10 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from fw.config import format_size, to_yaml
 from fw.kinds.data import Corpus
+from fw.meter.detail import Detail
 from fw.meter.document import MemoryDocument, RankMemory
+from fw.meter.duplicates import duplicates
+from fw.meter.findings import over_ranks
 from fw.meter.memory import peak_memory_bytes
 from fw.meter.step_memory import CATEGORIES
 from fw.recipe import Recipe
@@ -82,6 +86,8 @@ def finish(recipe: Recipe, module: TrainingModule, between: BetweenSteps, device
         _write(recipe, summary, text, -int(memory_least), between.rows)
         if memory is not None:
             (recipe.run_dir / run_dir.MEMORY).write_text(json.dumps(memory.as_json(), indent=1) + "\n")
+            assert memory.detail is not None
+            (recipe.run_dir / run_dir.MEMORY_DETAIL).write_text(json.dumps(memory.detail.as_json()) + "\n")
     return module.strategy.broadcast(summary)
 
 
@@ -107,14 +113,26 @@ def _memory(module: TrainingModule, between: BetweenSteps, device: torch.device)
     if not module.memory:
         return None
     steps = [module.memory[step] for step in sorted(module.memory)]
-    own = RankMemory.of_steps(module.global_rank, steps[1:] or steps, peak_memory_bytes(torch.device("cpu")))
+    settled = steps[1:] or steps
+    own = RankMemory.of_steps(module.global_rank, settled, peak_memory_bytes(torch.device("cpu")))
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)  # other processes' memory counts, too
         own = replace(own, reserved_peak=torch.cuda.max_memory_reserved(device), driver_peak=total - free)
     ranks = module.strategy.gather(own)
-    return MemoryDocument(
+    found = MemoryDocument(
         recipe.config.name, device.type, recipe.world_size, recipe.memory.budget_bytes, ranks, between.throughput.step_time
     )
+    findings = over_ranks(module.strategy.gather([*module.leaks.findings(), *duplicates(_tensors(module))]))
+    highest = max(settled, key=lambda step: step.peak_bytes)
+    detail = Detail(own.rank, highest.parameters, highest.timeline, highest.modules, findings)
+    return replace(found, detail=module.strategy.broadcast(detail, found.largest.rank))
+
+
+def _tensors(module: TrainingModule) -> list[tuple[str, Tensor]]:
+    """Parameters and buffers, what this rank has of them."""
+    stepper = module.assembly.stepper
+    own = [(name, weight) for name, kept in stepper.kept_by_parameter().items() for weight in kept.weights]
+    return own + list(stepper.module.named_buffers())
 
 
 def _released(between: BetweenSteps, module: TrainingModule) -> dict[str, Any]:

@@ -14,6 +14,8 @@ from fw.assemble import Assembly, assemble
 from fw.kinds.checkpoint import Reader
 from fw.kinds.data import Corpus, Rows
 from fw.kinds.precision import PrecisionPolicy
+from fw.meter.allocations import allocations
+from fw.meter.leaks import LeakCheck
 from fw.meter.step_memory import StepMemory, StepMeter
 from fw.recipe import Recipe
 from fw.training import run_dir
@@ -66,6 +68,8 @@ class TrainingModule(pl.LightningModule):
         """Called on each rank when a step is about to change weights and optimizer state."""
         self.memory: dict[int, StepMemory] = {}
         """By step, of those whose memory was measured, on this rank."""
+        self.leaks = LeakCheck()
+        """What these have left behind."""
         self.nonfinite: Nonfinite | None = None
         """What is asked where a step was not made."""
         self._rows = rows
@@ -136,10 +140,12 @@ class TrainingModule(pl.LightningModule):
             self._step(batch)
             return
         self.last = None  # what the step frees must not be from before it, which its recording would not know
-        self._meter = StepMeter(self.assembly.stepper, self.assembly.model.blocks, self.strategy.root_device)
+        recording = partial(allocations, lines=self.leaks.suspects)
+        self._meter = StepMeter(self.assembly.stepper, self.assembly.model.blocks, self.strategy.root_device, recording)
         inputs = [tensor for micro in batch.micro_batches for tensor in micro.values()]
         with self._meter.step(inputs) as measured:
             self._step(batch)
+        self.leaks.after(self._meter.left, self.assembly.stepper.kept())
         self.memory[step], self._meter = measured[0], None
 
     def _step(self, batch: Batch) -> None:

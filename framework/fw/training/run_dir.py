@@ -19,6 +19,8 @@ SUMMARY = "summary.json"
 REPORT = "report.html"
 MEMORY = "memory.json"
 """The measured memory of all ranks, as :mod:`fw.meter.document` has it."""
+MEMORY_DETAIL = "memory-detail.json"
+"""One step more closely, as :mod:`fw.meter.detail` has it; where steps were measured, beside that."""
 CHECKPOINTS = "checkpoints"
 _PROBE = ".writable"
 _TRACES = ("config.resolved.yaml", METRICS, CHECKPOINTS)

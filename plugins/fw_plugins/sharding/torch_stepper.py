@@ -306,6 +306,16 @@ class TorchStepper(Stepper):
         weights = [local_part(parameter) for parameter in self._model.parameters()]
         return KeptTensors(weights, gradients, [local_part(s) for s in state], list(self._model.buffers()))
 
+    def kept_by_parameter(self) -> dict[str, KeptTensors]:
+        """All but the buffers."""
+        gradients = self._stashed if self._keeps_apart else self._gradients()
+        found = {}
+        for name, parameter in self.parameters():
+            gradient = [gradients[parameter]] if parameter in gradients else []
+            state = self._optimizer.state(parameter).values() if parameter.requires_grad else ()
+            found[name] = KeptTensors([local_part(parameter)], gradient, [local_part(value) for value in state])
+        return found
+
     def fill(self, give: Give) -> None:
         """In place, and where the optimizer has copies."""
         give(self._model.stored())

@@ -94,11 +94,19 @@ class ZeroStepper(Stepper):
         """The model's own names; in stage 3 parameters are empty but while they are in use."""
         return iter(self._named)
 
+    def parameter_count(self) -> int:
+        """Also while stage 3 has them divided."""
+        return sum(getattr(p, "ds_numel", p.numel()) for _, p in self._named)
+
     def kept(self) -> KeptTensors:
         """Flat tensors; gradients as the engine holds them until the step."""
         weights = [getattr(p, "ds_tensor", p.data) for _, p in self._named]
         buffers = [b for _, b in self._engine.module.named_buffers()]
         return KeptTensors(weights, self._flats.gradients(), self._flats.kept(), buffers)
+
+    def kept_by_parameter(self) -> dict[str, KeptTensors]:
+        """Parameters as forward sees them; the rest is flat."""
+        return {name: KeptTensors([getattr(p, "ds_tensor", p.data)], [], []) for name, p in self._named}
 
     def fill(self, give: Give) -> None:
         """Give the master weights their values, and forward what it sees of them. Collective."""
