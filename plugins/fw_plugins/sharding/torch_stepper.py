@@ -306,6 +306,7 @@ class TorchStepper(Stepper):
         weights = [local_part(parameter) for parameter in self._model.parameters()]
         return KeptTensors(weights, gradients, [local_part(s) for s in state], list(self._model.buffers()))
 
+    @torch.no_grad()
     def kept_by_parameter(self) -> dict[str, KeptTensors]:
         """All but the buffers."""
         gradients = self._stashed if self._keeps_apart else self._gradients()
