@@ -8,6 +8,7 @@ import gc
 import sysconfig
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -76,7 +77,7 @@ class Allocations(Recorder):
         """With what is known before the first change."""
         return self._history
 
-    def replay(self, events: Iterable[_Event], rules: Rules) -> None:
+    def replay(self, events: Iterable[Event], rules: Rules) -> None:
         """Fill in what happened, in the order of time."""
         history, live = self._history, dict(self._known)
         history.before = list(live.values())
@@ -137,7 +138,7 @@ def allocations(device: torch.device, rules: Rules | None = None, lines: bool = 
         yield found
     assert record.profiler is not None and record.profiler.kineto_results is not None
     tree = record.profiler.kineto_results.experimental_event_tree()
-    found.replay(_with_unseen_ends(sorted(_events(tree, device, rules), key=lambda event: event.time)), rules)
+    found.replay(with_unseen_ends(sorted(_events(tree, device, rules), key=lambda event: event.time)), rules)
 
 
 def _leave_trace(name: str) -> None:
@@ -145,7 +146,7 @@ def _leave_trace(name: str) -> None:
         pass
 
 
-class _Event(NamedTuple):
+class Event(NamedTuple):
     """Something that happened.
 
     Attributes:
@@ -169,7 +170,7 @@ class _Event(NamedTuple):
     line: str = ""
 
 
-def _events(nodes: Iterable[Any], device: torch.device, rules: Rules) -> Iterator[_Event]:
+def _events(nodes: Iterable[Any], device: torch.device, rules: Rules) -> Iterator[Event]:
     """Marks, collectives and allocations among the nodes of the profiler's tree."""
     waiting = [(node, 0, False, "") for node in nodes]
     while waiting:
@@ -177,18 +178,18 @@ def _events(nodes: Iterable[Any], device: torch.device, rules: Rules) -> Iterato
         kind, details = node.typed
         if kind == torch._C._profiler._EventType.Allocation:
             if details.device.type == device.type:
-                yield _Event(node.start_time_ns, "", details.ptr, details.alloc_size, converted, inside, line=line)
+                yield Event(node.start_time_ns, "", details.ptr, details.alloc_size, converted, inside, line=line)
         elif kind == torch._C._profiler._EventType.TorchOp:
             if details.name.startswith((_MARK, _NAME, _ENTER)):
-                yield _Event(node.start_time_ns, details.name)
+                yield Event(node.start_time_ns, details.name)
             elif details.name == "aten::_to_copy":
                 converted = next(_addresses(details.inputs[:1]), 0)
             elif details.name.startswith(_GLOO):  # what a thread of gloo does for a collective
                 inside = True
-                yield _Event(node.end_time_ns, details.name, began=node.start_time_ns)
+                yield Event(node.end_time_ns, details.name, began=node.start_time_ns)
             elif rules.is_exchange(details.name):
                 inside = True
-                yield _Event(node.start_time_ns, details.name, exchanged=tuple(_addresses(details.inputs)))
+                yield Event(node.start_time_ns, details.name, exchanged=tuple(_addresses(details.inputs)))
         elif kind in (torch._C._profiler._EventType.PyCall, torch._C._profiler._EventType.PyCCall):
             line = _line(details) or line
         waiting += [(child, converted, inside, line) for child in node.children]
@@ -214,12 +215,12 @@ def _is_own(file: str) -> bool:
     return not file.startswith(_FOREIGN) and not (_LIBRARY / file).is_file()
 
 
-def _with_unseen_ends(events: list[_Event]) -> list[_Event]:
+def with_unseen_ends(events: list[Event]) -> list[Event]:
     """What a thread of gloo frees after a collective is in no recording, since that is a thread's own. It shows where its address is used
     again, or where what a collective had is there to the last; it went when the next collective that gloo began was done."""
-    live: dict[int, _Event] = {}
+    live: dict[int, Event] = {}
     given: dict[int, int] = {}  # address → when a collective had it last
-    unseen: list[tuple[_Event, int]] = []
+    unseen: list[tuple[Event, int, float]] = []  # with when a collective had it last, and when it was surely gone
     for event in events:
         given |= {address: event.time for address in event.exchanged if address in live}
         if event.name:
@@ -229,14 +230,14 @@ def _with_unseen_ends(events: list[_Event]) -> list[_Event]:
             live[event.address] = event
             if event.inside:
                 given[event.address] = event.time
-            unseen += [(before, when)] if before is not None else []
-    unseen += [(live[address], when) for address, when in given.items()]
+            unseen += [(before, when, event.time)] if before is not None else []
+    unseen += [(live[address], when, inf) for address, when in given.items()]
     done = sorted((event.began, event.time) for event in events if event.name.startswith(_GLOO))
     ends = []
-    for event, when in unseen:
+    for event, when, gone in unseen:
         after = bisect.bisect_right(done, (when, 0))
-        if after < len(done):
-            ends.append(_Event(done[after][1], "", event.address, -event.nbytes))
+        if after < len(done) and done[after][1] < gone:  # else it ends where its address is used again, which is another's from then on
+            ends.append(Event(done[after][1], "", event.address, -event.nbytes))
     return sorted([*events, *ends], key=lambda event: event.time)
 
 
