@@ -197,7 +197,12 @@ class Rules:
 
     def is_exchange(self, operation: str) -> bool:
         """Whether ``namespace::name`` is a collective of torch.distributed, whose arguments ranks exchange."""
-        return bool(self.exchanged) and operation.startswith(_EXCHANGES)
+        return bool(self.exchanged) and operation.startswith((_GIVEN, _MAKES))
 
 
-_EXCHANGES = ("c10d::", "_c10d_functional::")
+_GIVEN, _MAKES = "c10d::", "_c10d_functional::"
+
+
+def is_given(operation: str) -> bool:
+    """Whether ``namespace::name`` is a collective that is given what it fills: all it allocates is its backend's own."""
+    return operation.startswith(_GIVEN)

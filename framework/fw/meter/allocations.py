@@ -6,7 +6,7 @@ import bisect
 import functools
 import gc
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager
 from math import inf
 from pathlib import Path
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from fw.meter.account import Block, History, Recorder, Rules, Site
+from fw.meter.account import Block, History, Recorder, Rules, Site, is_given
 
 
 class Allocations(Recorder):
@@ -108,8 +108,10 @@ class Allocations(Recorder):
                     live[event.address] = history.came(made)
                     if of in rules.copies:
                         live[event.address].name(rules.copies[of])
-                    if event.inside:
-                        live[event.address].exchange(rules.exchanged)
+                    if event.own:
+                        made.name(rules.exchanged)
+                    elif event.inside:
+                        made.exchange(rules.exchanged)
                 elif event.address in live:
                     history.went(live.pop(event.address))
                 self.peak_bytes = max(self.peak_bytes, now)
@@ -138,7 +140,8 @@ def allocations(device: torch.device, rules: Rules | None = None, lines: bool = 
         yield found
     assert record.profiler is not None and record.profiler.kineto_results is not None
     tree = record.profiler.kineto_results.experimental_event_tree()
-    found.replay(with_unseen_ends(sorted(_events(tree, device, rules), key=lambda event: event.time)), rules)
+    events = sorted(_events(tree, device, rules), key=lambda event: event.time)
+    found.replay(with_unseen_ends(events, functools.partial(_uses, tree)), rules)
 
 
 def _leave_trace(name: str) -> None:
@@ -153,9 +156,10 @@ class Event(NamedTuple):
         name: of a mark or a collective; empty for an allocation or its end.
         nbytes: that were allocated; negative for freed.
         converted: address of what is converted where this is allocated, or 0.
-        inside: allocated by a collective for itself.
+        inside: allocated in a collective.
+        own: and by its backend, for itself.
         exchanged: addresses of what a collective takes.
-        began: when a thread of gloo began what it has done now.
+        began: when a thread of gloo began what it has done now, or what this is allocated in.
         line: of the Python program that allocated; empty where it was not asked for.
     """
 
@@ -165,6 +169,7 @@ class Event(NamedTuple):
     nbytes: int = 0
     converted: int = 0
     inside: bool = False
+    own: bool = False
     exchanged: tuple[int, ...] = ()
     began: int = 0
     line: str = ""
@@ -172,27 +177,27 @@ class Event(NamedTuple):
 
 def _events(nodes: Iterable[Any], device: torch.device, rules: Rules) -> Iterator[Event]:
     """Marks, collectives and allocations among the nodes of the profiler's tree."""
-    waiting = [(node, 0, False, "") for node in nodes]
+    waiting = [(node, 0, False, False, 0, "") for node in nodes]
     while waiting:
-        node, converted, inside, line = waiting.pop()
+        node, converted, inside, own, began, line = waiting.pop()
         kind, details = node.typed
         if kind == torch._C._profiler._EventType.Allocation:
             if details.device.type == device.type:
-                yield Event(node.start_time_ns, "", details.ptr, details.alloc_size, converted, inside, line=line)
+                yield Event(node.start_time_ns, "", details.ptr, details.alloc_size, converted, inside, own, began=began, line=line)
         elif kind == torch._C._profiler._EventType.TorchOp:
             if details.name.startswith((_MARK, _NAME, _ENTER)):
                 yield Event(node.start_time_ns, details.name)
             elif details.name == "aten::_to_copy":
                 converted = next(_addresses(details.inputs[:1]), 0)
             elif details.name.startswith(_GLOO):  # what a thread of gloo does for a collective
-                inside = True
-                yield Event(node.end_time_ns, details.name, began=node.start_time_ns)
+                inside, own, began = True, True, node.start_time_ns
+                yield Event(node.end_time_ns, details.name, began=began)
             elif rules.is_exchange(details.name):
-                inside = True
+                inside, own = True, own or is_given(details.name)
                 yield Event(node.start_time_ns, details.name, exchanged=tuple(_addresses(details.inputs)))
         elif kind in (torch._C._profiler._EventType.PyCall, torch._C._profiler._EventType.PyCCall):
             line = _line(details) or line
-        waiting += [(child, converted, inside, line) for child in node.children]
+        waiting += [(child, converted, inside, own, began, line) for child in node.children]
 
 
 _GLOO = "gloo:"
@@ -215,30 +220,54 @@ def _is_own(file: str) -> bool:
     return not file.startswith(_FOREIGN) and not (_LIBRARY / file).is_file()
 
 
-def with_unseen_ends(events: list[Event]) -> list[Event]:
+def with_unseen_ends(events: list[Event], uses: Callable[[Container[int]], Iterable[tuple[int, int]]] = lambda _: ()) -> list[Event]:
     """What a thread of gloo frees after a collective is in no recording, since that is a thread's own. It shows where its address is used
-    again, or where what a collective had is there to the last; it went when the next collective that gloo began was done."""
+    again, or where what a collective had is there to the last. It went when that collective was done, the next that gloo began or the one
+    it was allocated in, and when the program had used it last.
+
+    Args:
+        uses: for some addresses, each that an operator takes, and when it has ended.
+    """
     live: dict[int, Event] = {}
     given: dict[int, int] = {}  # address → when a collective had it last
     unseen: list[tuple[Event, int, float]] = []  # with when a collective had it last, and when it was surely gone
     for event in events:
-        given |= {address: event.time for address in event.exchanged if address in live}
+        if is_given(event.name):  # functional collectives call these, and waiting for one takes nothing
+            given |= {address: event.time for address in event.exchanged if address in live}
         if event.name:
             continue
         before, when = live.pop(event.address, None), given.pop(event.address, event.time)
         if event.nbytes > 0:
             live[event.address] = event
             if event.inside:
-                given[event.address] = event.time
+                given[event.address] = event.began or event.time
             unseen += [(before, when, event.time)] if before is not None else []
     unseen += [(live[address], when, inf) for address, when in given.items()]
+    if not unseen:
+        return events
     done = sorted((event.began, event.time) for event in events if event.name.startswith(_GLOO))
+    used: dict[int, list[int]] = {event.address: [] for event, *_ in unseen}
+    for address, time in uses(used.keys()):
+        used[address].append(time)
     ends = []
     for event, when, gone in unseen:
         after = bisect.bisect_right(done, (when, 0))
-        if after < len(done) and done[after][1] < gone:  # else it ends where its address is used again, which is another's from then on
-            ends.append(Event(done[after][1], "", event.address, -event.nbytes))
+        if after < len(done):
+            end = max([done[after][1], *(time for time in used[event.address] if event.time < time < gone)])
+            if end < gone:  # else it ends where its address is used again, which is another's from then on
+                ends.append(Event(end, "", event.address, -event.nbytes))
     return sorted([*events, *ends], key=lambda event: event.time)
+
+
+def _uses(nodes: Iterable[Any], addresses: Container[int]) -> Iterator[tuple[int, int]]:
+    """Those among the addresses that operators in the profiler's tree take, and when these have ended."""
+    waiting = list(nodes)
+    while waiting:
+        node = waiting.pop()
+        kind, details = node.typed
+        if kind == torch._C._profiler._EventType.TorchOp:
+            yield from ((address, node.end_time_ns) for address in _addresses(details.inputs) if address in addresses)
+        waiting += node.children
 
 
 def _addresses(inputs: Iterable[Any]) -> Iterator[int]:
