@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 from fw.errors import FwError, RunError, UserError
 
 if TYPE_CHECKING:
+    from fw.planning.run import train
     from fw.pretrained import load_model, save_model
     from fw.tokenizer import load_tokenizer
-    from fw.training.run import train
 
 __version__ = "0.1.0"
 __all__ = ["FwError", "RunError", "UserError", "__version__", "load_model", "load_tokenizer", "save_model", "train"]
@@ -23,7 +23,7 @@ _FROM = {
     "load_model": "fw.pretrained",
     "load_tokenizer": "fw.tokenizer",
     "save_model": "fw.pretrained",
-    "train": "fw.training.run",
+    "train": "fw.planning.run",
 }
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from fw.meter.document import MemoryDocument
+    from fw.planning.fit import Fit
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,8 +30,8 @@ def check(options: argparse.Namespace) -> None:
             raise UserError(f"{option}: {file.parent} is not a directory")
 
 
-def write(options: argparse.Namespace, document: MemoryDocument, how: str) -> None:
-    """Those that were asked for; ``how``: planned or measured.
+def write(options: argparse.Namespace, document: MemoryDocument, how: str, fit: Fit | None = None) -> None:
+    """Those that were asked for; ``how``: planned or measured; ``fit``: how it was chosen.
 
     Raises:
         UserError: a file cannot be written.
@@ -40,7 +41,7 @@ def write(options: argparse.Namespace, document: MemoryDocument, how: str) -> No
 
     try:
         if options.html is not None:
-            options.html.write_text(page(document, how), encoding="utf-8")
+            options.html.write_text(page(document, how, fit), encoding="utf-8")
         if options.png is not None:
             options.png.write_bytes(picture(document, how).png())
     except OSError as error:

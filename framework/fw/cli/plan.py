@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import argparse
 import json
+from pathlib import Path
 
 from fw.cli import pictures
+from fw.errors import UserError
 
 EXAMPLES = """examples:
   fw plan configs/quickstart.yaml
   fw plan configs/quickstart.yaml sharding=fsdp precision=bf16 --world-size 4
   fw plan configs/quickstart.yaml precision=bf16 --device h100-80gb
   fw plan configs/quickstart.yaml --html plan.html
-  fw plan configs/quickstart.yaml --json"""
+  fw plan configs/quickstart.yaml --json
+  fw plan configs/quickstart.yaml memory.budget=300MiB --fit --write small.yaml"""
 
 EXIT_DOES_NOT_FIT = 3
 
@@ -25,6 +28,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device", metavar="NAME|FILE", help="what to plan for; this machine's where left out (docs/memory.md has the names)"
     )
+    parser.add_argument(
+        "--fit", action="store_true", help="search what the config leaves open for the fastest run that stays within the budget"
+    )
+    parser.add_argument("--write", type=Path, metavar="FILE", help="with --fit: write the chosen config, resolved, as YAML")
+    parser.add_argument(
+        "--pareto", type=Path, metavar="FILE", help="with --fit: draw memory against time of all that was searched (.svg or .png)"
+    )
     pictures.add_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print the document that docs/memory.md describes, and nothing else")
     parser.add_argument("--strict", action="store_true", help=f"exit with {EXIT_DOES_NOT_FIT} where a rank does not stay within the budget")
@@ -36,7 +46,43 @@ def run(options: argparse.Namespace) -> int:
     from fw.planning.tell import table
 
     pictures.check(options)
+    if options.fit:
+        return _fit(options)
+    for option, file in (("--write", options.write), ("--pareto", options.pareto)):
+        if file is not None:
+            raise UserError(f"{option}: nothing is chosen without --fit")
     found = plan(options.config, *options.overrides, world_size=options.world_size, device=options.device)
     pictures.write(options, found, "planned")
     print(json.dumps(found.as_json(), indent=1) if options.json else table(found, planned=True))
     return EXIT_DOES_NOT_FIT if options.strict and found.fits is False else 0
+
+
+def _fit(options: argparse.Namespace) -> int:
+    """Search, explain, print the plan of what was chosen."""
+    from fw.config import to_yaml
+    from fw.planning.fitted import fit
+    from fw.planning.pareto import pareto
+    from fw.planning.tell import table
+    from fw.planning.tell_fit import explanation
+
+    for option, file in (("--write", options.write), ("--pareto", options.pareto)):
+        if file is not None and not file.parent.is_dir():
+            raise UserError(f"{option}: {file.parent} is not a directory")
+    if options.pareto is not None and options.pareto.suffix not in (".svg", ".png"):
+        raise UserError(f"--pareto: {options.pareto} is neither an .svg nor a .png")
+    found = fit(options.config, *options.overrides, world_size=options.world_size, device=options.device)
+    document = found.document
+    pictures.write(options, document, "planned", found.fit)
+    try:
+        if options.write is not None:
+            options.write.write_text(to_yaml(found.recipe.tree))
+        if options.pareto is not None:
+            drawing = pareto(found.fit, f"Memory and time of {document.config}, planned")
+            options.pareto.write_bytes(drawing.png() if options.pareto.suffix == ".png" else drawing.svg("pareto").encode())
+    except OSError as error:
+        raise UserError(f"{error.filename}: cannot be written: {error.strerror}") from None
+    if options.json:
+        print(json.dumps(document.as_json() | {"fit": found.fit.as_json()}, indent=1))
+    else:
+        print(f"{explanation(found.fit)}\n\n{table(document, planned=True)}")
+    return EXIT_DOES_NOT_FIT if options.strict and not found.fit.fits else 0

@@ -23,6 +23,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Train; returns the run's exit code."""
-    from fw.training.run import train
+    from fw.planning.run import train
 
     return train(options.config, *options.overrides).exit_code

@@ -3,7 +3,7 @@
 This package knows nothing of plugins: it reads, layers and remembers. :mod:`fw.recipe` gives the values their types.
 """
 
-from fw.config.load import Config, layered, load
+from fw.config.load import Config, layered, load, overridden
 from fw.config.origin import DEFAULT, Origin
 from fw.config.schema import check_interpolations, fill, interpolated, options_of
 from fw.config.sections import LaunchSection, LoaderSection, MemorySection, TrainSection
@@ -25,6 +25,7 @@ __all__ = [
     "layered",
     "load",
     "options_of",
+    "overridden",
     "parse_size",
     "to_yaml",
 ]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path as FilePath
 from typing import Any
 
@@ -56,10 +56,22 @@ def load(file: str | FilePath, overrides: Sequence[str] = ()) -> Config:
     return Config(path.stem, layers.tree, layers.origins, tuple(layers.files), tuple(overrides))
 
 
+def overridden(config: Config, overrides: Sequence[str]) -> Config:
+    """``config`` with further overrides, as if they had been given with it.
+
+    Raises:
+        UserError: a malformed override.
+    """
+    layers = _Layers(copy.deepcopy(dict(config.tree)), config.origins)
+    for item in overrides:
+        layers.add_override(item)
+    return replace(config, tree=layers.tree, origins=layers.origins, overrides=(*config.overrides, *overrides))
+
+
 class _Layers:
-    def __init__(self) -> None:
-        self.tree: dict[str, Any] = {}
-        self.origins: dict[Path, Origin] = {}
+    def __init__(self, tree: dict[str, Any] | None = None, origins: Mapping[Path, Origin] | None = None) -> None:
+        self.tree: dict[str, Any] = tree or {}
+        self.origins: dict[Path, Origin] = dict(origins or {})
         self.files: list[str] = []
 
     def add_file(self, file: FilePath, opened: tuple[FilePath, ...]) -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from fw.config.size import parse_size
-from fw.errors import UserError
+from fw.errors import UserError, did_you_mean
 
 
 def _at_least(section: str, values: dict[str, float], minimum: float) -> None:
@@ -168,12 +168,21 @@ class LaunchSection:
         return int(named[1]) if named else self.port or (29500 if self.nodes > 1 else 0)
 
 
+TECHNIQUES = ("micro_batch", "chunked_loss", "activation", "precision", "optimizer", "sharding", "offload")
+"""Ways to take less memory, those first that cost least."""
+
+
 @dataclass
 class MemorySection:
     """What the run may take."""
 
     budget: str = ""
-    """Memory per rank, like `24GiB`. The summary sets the measured peak beside it and says by how much it was exceeded; empty for none."""
+    """Memory per rank, like `24GiB`; on the CPU, of tensors. Before the run starts, `techniques` are searched for the fastest run that is
+    predicted to stay within it, and a step is measured beside the prediction; empty for none."""
+    techniques: list[str] = field(default_factory=lambda: list(TECHNIQUES))
+    """What may be changed for the budget, of what the config leaves open: micro_batch (at the same global batch), chunked_loss, activation,
+    precision, optimizer (its state in 8 bits), sharding, offload. An empty list: nothing, the budget is only compared. No effect on memory
+    without a budget."""
     measure_step: int = 0
     """Step, counted from 1, whose peak is measured by what it is for (weights, gradients, optimizer state, activations …), by the
     allocator's own events; 0 for none. That step is slower and counts in no rate. No effect on memory worth the name."""
@@ -187,6 +196,9 @@ class MemorySection:
     def __post_init__(self) -> None:
         if self.budget:
             parse_size(self.budget)
+        for name in self.techniques:
+            if name not in TECHNIQUES:
+                raise UserError(f"memory.techniques: '{name}' is none{did_you_mean(name, TECHNIQUES)} (there are {', '.join(TECHNIQUES)})")
         _at_least("memory", {"measure_step": self.measure_step}, 0)
         _at_least("memory", {"measure_steps": self.measure_steps}, 1)
 

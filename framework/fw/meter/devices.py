@@ -72,6 +72,11 @@ class Device:
     context_bytes: int
     cublas_workspace_bytes: int
 
+    @property
+    def operator_seconds(self) -> float:
+        """None: a GPU computes while the host starts what follows."""
+        return 0.0
+
 
 # Each row: name, memory, compute capability; peaks; bandwidth of memory, link, network and host; context; cuBLAS workspace.
 # fmt: off

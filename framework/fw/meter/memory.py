@@ -6,6 +6,7 @@ import ctypes
 import os
 import resource
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -17,6 +18,12 @@ def peak_memory_bytes(device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device)
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return resident if sys.platform == "darwin" else resident * 1024
+
+
+def forget_peak() -> None:
+    """From now on the peak of the resident set is that of what follows, where the kernel can do that (Linux)."""
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
 
 
 def held_bytes(device: torch.device) -> int | None:

@@ -27,6 +27,7 @@ from fw.planning.gpu import Gpu
 from fw.planning.in_place import Sums, references
 from fw.planning.nccl import Nccl
 from fw.planning.patches import converted_in_place, generator_states, sharding_found_out_in, sharding_remembered, watched_resize
+from fw.planning.roofline import Exchange, Work, exchange, work
 
 _aten = torch.ops.aten
 _PLAIN = (Tensor, FakeTensor, torch.nn.Parameter)
@@ -44,9 +45,10 @@ class Ledger(TorchDispatchMode):
 
     Args:
         device: what memory is predicted of; None for the CPU, where all tensors are.
+        costs: whether histories are to know what operators cost on the CPU; on a GPU they do.
     """
 
-    def __init__(self, device: Device | None = None) -> None:
+    def __init__(self, device: Device | None = None, costs: bool = False) -> None:
         super().__init__()
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._live: dict[int, Block] = {}
@@ -57,6 +59,7 @@ class Ledger(TorchDispatchMode):
         self.gpu = None if device is None else Gpu(device, self._came, self._went)
         gloo = Gloo(self._came, self._went, _key, self._live.__contains__)
         self._backend = gloo if self.gpu is None else Nccl(_key, self.gpu.exchanged)
+        self._costs = costs and device is None
         self._paused = False
         self._real_integers = False
         self._sums = Sums()
@@ -154,7 +157,10 @@ class Ledger(TorchDispatchMode):
         if self.gpu is not None:
             kwargs = self.gpu.placed(args, kwargs)
         out = func(*args, **kwargs)
+        if self._costs:
+            self._cost(work(func, args, kwargs, out, lambda tensor: False))
         if self._rules.is_exchange(func._schema.name):
+            self._cost(exchange(func, args, out) if self._costs else None)
             out = self._backend.exchange(func, args, out, self._rules.exchanged, self._own)
         self._flags.saw(func, args, kwargs, out)
         for tensor in self._own(out):
@@ -163,6 +169,10 @@ class Ledger(TorchDispatchMode):
         if self.gpu is not None:
             self.gpu.ran(func, args, kwargs, out)
         return out
+
+    def _cost(self, cost: Work | Exchange | None) -> None:
+        if cost is not None and self._recording is not None:
+            self._recording.history.costs.append((len(self._recording.history.changes), cost))
 
     @contextmanager
     def _pause(self) -> Iterator[None]:

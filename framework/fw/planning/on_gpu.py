@@ -12,7 +12,7 @@ from fw.meter.devices import Device
 from fw.meter.document import RankMemory
 from fw.planning.caching_allocator import CachingAllocator
 from fw.planning.nccl import communicator_bytes
-from fw.planning.roofline import step_time
+from fw.planning.roofline import Speeds, step_time
 from fw.planning.trace import RankTrace
 from fw.recipe import Recipe
 
@@ -42,7 +42,7 @@ def on_gpu(rank: int, trace: RankTrace, device: Device, imported_bytes: int) -> 
     return replace(found, reserved_peak=reserved, driver_peak=driver)
 
 
-def slowest_step(trace: RankTrace, device: Device, ranks_per_host: int) -> float:
+def slowest_step(trace: RankTrace, device: Speeds, ranks_per_host: int) -> float:
     """Seconds at least, of the slowest step from the second on (phases of precision differ)."""
     return max(step_time(history, device, ranks_per_host, trace.repeated) for history in trace.histories[1:])
 

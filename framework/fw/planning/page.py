@@ -14,7 +14,10 @@ from fw.meter.document import COMPONENTS, MemoryDocument, RankMemory
 from fw.meter.drawing import Drawing
 from fw.meter.findings import GROWING, KEPT, TWICE
 from fw.meter.step_memory import CATEGORIES
+from fw.planning.fit import Fit
+from fw.planning.pareto import pareto
 from fw.planning.tell import allocated, verdict
+from fw.planning.tell_fit import explanation
 
 FORMULA = {
     "model": ("parameters", "buffers"),
@@ -90,8 +93,8 @@ def picture(document: MemoryDocument, how: str, headed: bool = True) -> Drawing:
     return areas(document.detail.timeline, f"Memory over one step of {document.config}, {how}{ranks}", document.budget, headed)
 
 
-def page(document: MemoryDocument, how: str) -> str:
-    """The page; ``how``: planned or measured."""
+def page(document: MemoryDocument, how: str, fit: Fit | None = None) -> str:
+    """The page; ``how``: planned or measured; ``fit``: the search that chose it."""
     detail = document.detail
     assert detail is not None, "a document without detail has no page"
     title = f"Memory of {document.config}, {how}"
@@ -108,11 +111,18 @@ def page(document: MemoryDocument, how: str) -> str:
         bars(_rows(detail), list(CATEGORIES), "bytes that each module keeps"),
         f"<div class='columns'><div><h2>By component</h2>{_components(document.largest, detail)}</div>",
         f"<div><h2>As an estimate</h2>{_formula(document.largest, detail)}</div></div>",
+        *([] if fit is None else [_searched(fit, document)]),
         *([f"<h2>By rank</h2>{_ranks(document)}"] if document.world_size > 1 else []),
         *([] if how == "planned" else [f"<h2>Findings</h2>{_findings(document, detail)}"]),
         f"<script type='application/json' id='timeline'>{_data(detail)}</script><script>{_SCRIPT}</script></body></html>",
     ]
     return "\n".join(parts) + "\n"
+
+
+def _searched(fit: Fit, document: MemoryDocument) -> str:
+    drawing = pareto(fit, f"Memory and time of {document.config}, planned", headed=False)
+    words = html.escape(explanation(fit))
+    return f"<h2>What was searched</h2>{drawing.svg('pareto')}<div class='wide'><pre>{words}</pre></div>"
 
 
 def _subtitle(document: MemoryDocument, detail: Detail) -> str:

@@ -15,6 +15,7 @@ from fw import config as configuration
 from fw.assemble import check
 from fw.config import Config, LoaderSection
 from fw.errors import UserError
+from fw.kinds.data import Say
 from fw.meter.detail import Detail
 from fw.meter.devices import Device, find, of_product
 from fw.meter.document import MemoryDocument, RankMemory
@@ -22,6 +23,7 @@ from fw.meter.memory import held_bytes
 from fw.meter.planned import PlannedGPU, planning_for
 from fw.planning.alike import ranks_alike
 from fw.planning.on_gpu import check_plannable, on_gpu, slowest_step
+from fw.planning.roofline import Speeds
 from fw.planning.trace import trace_rank
 from fw.recipe import Recipe, current_world, resolve
 from fw.training.batches import Batches
@@ -48,23 +50,35 @@ def plan(config: str | Path | Config, *overrides: str, world_size: int | None = 
         UserError: the config is wrong, as it would be for training, or the device, or a plugin cannot be planned.
     """
     chosen = None if device is None or device == CPU else find(device, CPU)
-    given = [*overrides, *([] if world_size is None else _launch(config, overrides, world_size))]
-    loaded = config if isinstance(config, Config) else configuration.load(config, given)
-    recipe = resolve(loaded, current_world(), starts=False)
-    gpu = _here(recipe) if device is None else chosen
+    recipe = resolve(loaded(config, overrides, world_size), current_world(), starts=False)
+    return plan_recipe(recipe, device_of(recipe) if device is None else chosen)
+
+
+def plan_recipe(recipe: Recipe, gpu: Device | None, speeds: Speeds | None = None, tell: Say = say) -> MemoryDocument:
+    """The same of a recipe.
+
+    Args:
+        gpu: what ranks compute on; None for the CPU.
+        speeds: of the CPU, for an estimate of the time a step takes; without them none is made.
+        tell: takes what there is to say of the data.
+
+    Raises:
+        UserError: the recipe does not fit its data or the device, or a plugin cannot be planned.
+    """
     with planning_for(PlannedGPU(gpu.name, gpu.compute_capability, lambda tensor: False)) if gpu is not None else nullcontext():
-        return _plan(recipe, gpu)
+        return _plan(recipe, gpu, speeds, tell)
 
 
-def _plan(recipe: Recipe, gpu: Device | None) -> MemoryDocument:
-    _, batches, vocab_size = open_data(recipe, say)
+def _plan(recipe: Recipe, gpu: Device | None, speeds: Speeds | None, tell: Say) -> MemoryDocument:
+    _, batches, vocab_size = open_data(recipe, tell)
     if gpu is not None:
         check_plannable(recipe)
     check(recipe, vocab_size, torch.device(CPU if gpu is None else "cuda"), batches.rows)
     micro_batches = largest_step(batches)
     imported = held_bytes(torch.device(CPU)) or 0  # what a process with the same libraries holds before it has a model
     alike = ranks_alike(recipe, vocab_size, batches.rows)
-    traces = {rank: trace_rank(recipe, rank, vocab_size, batches.rows, micro_batches, gpu) for rank in sorted(set(alike))}
+    costs = speeds is not None
+    traces = {rank: trace_rank(recipe, rank, vocab_size, batches.rows, micro_batches, gpu, costs) for rank in sorted(set(alike))}
     ranks = {}
     for rank, trace in traces.items():
         if gpu is not None:
@@ -74,23 +88,25 @@ def _plan(recipe: Recipe, gpu: Device | None) -> MemoryDocument:
         ranks[rank] = replace(found, host_peak=imported + found.allocated_peak)
     per_rank = [replace(ranks[like], rank=rank) for rank, like in enumerate(alike)]
     budget = recipe.memory.budget_bytes
-    seconds = None
-    if gpu is None:
-        budget = budget or _host_memory() // recipe.ranks_per_host
-    else:
-        budget = budget or gpu.memory_bytes
-        seconds = max(slowest_step(trace, gpu, recipe.ranks_per_host) for trace in traces.values())
+    budget = budget or (_host_memory() // recipe.ranks_per_host if gpu is None else gpu.memory_bytes)
+    bound = gpu or speeds
+    seconds = None if bound is None else max(slowest_step(trace, bound, recipe.ranks_per_host) for trace in traces.values())
     document = MemoryDocument(recipe.config.name, CPU if gpu is None else gpu.name, recipe.world_size, budget, per_rank, seconds)
     highest = max(traces[alike[document.largest.rank]].steps, key=lambda step: step.peak_bytes)
     return replace(document, detail=Detail(document.largest.rank, highest.parameters, highest.timeline, highest.modules))
 
 
-def _here(recipe: Recipe) -> Device | None:
+def device_of(recipe: Recipe) -> Device | None:
     """The GPU that the run would compute on, with its own memory; None for the CPU, and for a GPU that is not known."""
     if recipe.launch.accelerator == "cpu" or not torch.cuda.is_available():
         return None
     known = of_product(torch.cuda.get_device_name())
     return None if known is None else replace(known, memory_bytes=torch.cuda.get_device_properties(0).total_memory)
+
+
+def loaded(config: str | Path | Config, overrides: Sequence[str], world_size: int | None) -> Config:
+    given = [*overrides, *([] if world_size is None else _launch(config, overrides, world_size))]
+    return config if isinstance(config, Config) else configuration.load(config, given)
 
 
 def _launch(config: str | Path | Config, overrides: Sequence[str], world_size: int) -> list[str]:

@@ -11,8 +11,8 @@ from fw import config as configuration
 from fw.errors import EXIT_INTERRUPTED, EXIT_OK, RunError, UserError
 from fw.meter.detail import Detail
 from fw.meter.document import MemoryDocument
+from fw.planning.run import train
 from fw.training import run_dir
-from fw.training.run import train
 
 
 def profile(config: str | Path, *overrides: str, steps: int = 3) -> MemoryDocument:

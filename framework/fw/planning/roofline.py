@@ -18,7 +18,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -27,20 +27,40 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from fw.meter.account import History
-from fw.meter.devices import Device
 
 _aten = torch.ops.aten
 _FREE = {_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided, _aten._unsafe_view}
 _ROWS = {_aten.embedding, _aten.index, _aten.index_select, _aten.gather}
 """Read as much of their first argument as they give back."""
 _FORWARDS = {_aten._scaled_dot_product_flash_attention, _aten._scaled_dot_product_cudnn_attention}
-_FORWARDS |= {_aten._scaled_dot_product_efficient_attention}
+_FORWARDS |= {_aten._scaled_dot_product_efficient_attention, _aten._scaled_dot_product_flash_attention_for_cpu}
 _BACKWARDS = {_aten._scaled_dot_product_flash_attention_backward, _aten._scaled_dot_product_cudnn_attention_backward}
-_BACKWARDS |= {_aten._scaled_dot_product_efficient_attention_backward}
+_BACKWARDS |= {_aten._scaled_dot_product_efficient_attention_backward, _aten._scaled_dot_product_flash_attention_for_cpu_backward}
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 _DTYPES |= {torch.float8_e4m3fn: "float8", torch.float8_e5m2: "float8"}
 _INSTEAD = {"float8": ("bfloat16", "float16")}
 """What is computed where a GPU has no products of a dtype; float32 in the end."""
+
+
+class Speeds(Protocol):
+    """What bounds an operator: :class:`fw.meter.devices.Device`, or this machine's processors (:mod:`fw.planning.host_speed`).
+
+    Attributes:
+        operator_seconds: what each takes beside its work, where nothing else goes on meanwhile.
+    """
+
+    @property
+    def peak_flops(self) -> Mapping[str, float]: ...
+    @property
+    def memory_bandwidth(self) -> float: ...
+    @property
+    def link_bandwidth(self) -> float: ...
+    @property
+    def network_bandwidth(self) -> float: ...
+    @property
+    def host_bandwidth(self) -> float: ...
+    @property
+    def operator_seconds(self) -> float: ...
 
 
 @dataclass(frozen=True)
@@ -112,7 +132,7 @@ def exchange(func: Any, args: Any, out: Any) -> Exchange | None:
     return Exchange(factor * total, ranks, func.namespace == "c10d")
 
 
-def step_time(history: History, device: Device, ranks_per_host: int, repeated: Sequence[int]) -> float:
+def step_time(history: History, device: Speeds, ranks_per_host: int, repeated: Sequence[int]) -> float:
     """Seconds of a step at least.
 
     Args:
@@ -131,7 +151,7 @@ def step_time(history: History, device: Device, ranks_per_host: int, repeated: S
     return total
 
 
-def _seconds(cost: Work | Exchange, device: Device, ranks_per_host: int) -> float:
+def _seconds(cost: Work | Exchange, device: Speeds, ranks_per_host: int) -> float:
     if isinstance(cost, Exchange):
         hosts = [rank // ranks_per_host for rank in cost.ranks]
         side_by_side = max(hosts.count(host) for host in set(hosts))
@@ -141,10 +161,10 @@ def _seconds(cost: Work | Exchange, device: Device, ranks_per_host: int) -> floa
         return cost.nbytes / speed
     if cost.where != "device":
         return cost.nbytes / device.host_bandwidth
-    return max(cost.flops / peak(device, cost.dtype), cost.nbytes / device.memory_bandwidth)
+    return device.operator_seconds + max(cost.flops / peak(device, cost.dtype), cost.nbytes / device.memory_bandwidth)
 
 
-def peak(device: Device, dtype: str) -> float:
+def peak(device: Speeds, dtype: str) -> float:
     """FLOP/s of products in a dtype: where the GPU has none, of those computed instead. float32 is without TF32, as torch has it."""
     peaks: Mapping[str, float] = device.peak_flops
     return next(peaks[name] for name in (dtype, *_INSTEAD.get(dtype, ()), "float32") if name in peaks)

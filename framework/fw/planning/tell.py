@@ -28,7 +28,8 @@ def table(document: MemoryDocument, *, planned: bool = False) -> str:
         lines.append(f"{'driver':<16}{format_size(rank.driver_peak):>12}  with context, kernels{' and NCCL' * (document.world_size > 1)}")
     lines.append(f"{'host':<16}{format_size(rank.host_peak):>12}")
     if document.step_time is not None:
-        estimate = "  estimate: at the peaks of the data sheet" if planned else ""
+        speeds = "as fast as this machine was measured to be" if document.device == "cpu" else "at the peaks of the data sheet"
+        estimate = f"  estimate: {speeds}" if planned else ""
         lines.append(f"{'step':<16}{document.step_time:>10.3g} s{estimate}")
     if document.budget is not None:
         lines.append(f"{'budget':<16}{format_size(document.budget):>12}  {verdict(document)}")

@@ -64,6 +64,7 @@ def trace_rank(
     rows: Rows,
     micro_batches: Sequence[dict[str, Tensor]],
     device: Device | None = None,
+    costs: bool = False,
 ) -> RankTrace:
     """Assemble and run two steps as this rank, without bytes, values or other ranks.
 
@@ -72,11 +73,12 @@ def trace_rank(
         rows: of the data.
         micro_batches: of a step, as this rank's replica reads them; only shapes and dtypes matter.
         device: GPU that the step runs on; None for the CPU.
+        costs: whether histories are to know what operators cost on the CPU, too.
     """
     try:
-        return trace_blocks(recipe, rank, vocab_size, rows, micro_batches, device, whole=False)
+        return trace_blocks(recipe, rank, vocab_size, rows, micro_batches, device, costs, whole=False)
     except Exception:  # whatever a model says where blocks are missing; if it is at fault, it says so again
-        return trace_blocks(recipe, rank, vocab_size, rows, micro_batches, device, whole=True)
+        return trace_blocks(recipe, rank, vocab_size, rows, micro_batches, device, costs, whole=True)
 
 
 def trace_blocks(
@@ -86,6 +88,7 @@ def trace_blocks(
     rows: Rows,
     micro_batches: Sequence[dict[str, Tensor]],
     device: Device | None = None,
+    costs: bool = False,
     *,
     whole: bool,
 ) -> RankTrace:
@@ -99,7 +102,7 @@ def trace_blocks(
         built = build(recipe, vocab_size, mesh, runs_on, rows)
         built.model.train()
         local = [recipe.sharding.local_batch(dict(micro), mesh) for micro in micro_batches]
-        with torch.compiler.set_stance("force_eager"), Ledger(device) as ledger:
+        with torch.compiler.set_stance("force_eager"), Ledger(device, costs) as ledger:
             made = start(recipe, built, mesh, TRACED, lambda tensors: None)
             ledger.ready(made.stepper.module)
             repetition = None if whole else Repetition.of(made, ledger)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
@@ -25,11 +25,12 @@ class Attempts(ExitStack):
     Args:
         start: the checkpoint the run begins from, if any.
         say: prints a line.
+        files: names and texts, for the run directory.
     """
 
-    def __init__(self, recipe: Recipe, start: Reader | None, say: Callable[[str], None]) -> None:
+    def __init__(self, recipe: Recipe, start: Reader | None, say: Callable[[str], None], files: Mapping[str, str]) -> None:
         super().__init__()
-        self._recipe, self._start, self._say = recipe, start, say
+        self._recipe, self._start, self._say, self._files = recipe, start, say, files
         self._older: set[str] = set()
 
     def prepare(self, attempt: int) -> dict[str, str]:
@@ -41,7 +42,7 @@ class Attempts(ExitStack):
         recipe = self._recipe
         if attempt == 0:
             self.enter_context(held(recipe.run_dir))
-            run_dir.make(recipe.run_dir, continues=run_dir.continues(recipe, self._start))
+            run_dir.make(recipe.run_dir, run_dir.continues(recipe, self._start), self._files)
             run_dir.make_room(recipe, self._start)
             self._older = set(self._identities())
         # Those of before this run are another future's.

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fw.config import format_size, to_yaml
 from fw.kinds.data import Corpus
+from fw.meter import compared
 from fw.meter.detail import Detail
 from fw.meter.document import MemoryDocument, RankMemory
 from fw.meter.duplicates import duplicates
@@ -83,7 +84,7 @@ def finish(recipe: Recipe, module: TrainingModule, between: BetweenSteps, device
             train_text, val_text = module.corpus.train_text(), module.corpus.val_text()
             summary["bigram_bits_per_byte"] = bits_per_byte(train_text, val_text, order=2)
             summary["fourgram_bits_per_byte"] = bits_per_byte(train_text, val_text, order=4)
-        _write(recipe, summary, text, -int(memory_least), between.rows)
+        _write(recipe, summary, text, -int(memory_least), between.rows, memory)
         if memory is not None:
             (recipe.run_dir / run_dir.MEMORY).write_text(json.dumps(memory.as_json(), indent=1) + "\n")
             assert memory.detail is not None
@@ -142,10 +143,12 @@ def _released(between: BetweenSteps, module: TrainingModule) -> dict[str, Any]:
     return {"releases": release.times, "released_bytes": None if most < 0 else int(most), "release_seconds": longest}
 
 
-def _write(recipe: Recipe, summary: dict[str, Any], text: str, least_memory: int, rows: Sequence[Mapping[str, Any]]) -> None:
+def _write(
+    recipe: Recipe, summary: dict[str, Any], text: str, least_memory: int, rows: Sequence[Mapping[str, Any]], memory: MemoryDocument | None
+) -> None:
     directory = recipe.run_dir
     (directory / run_dir.SUMMARY).write_text(json.dumps(summary, indent=1) + "\n")
-    lines = _lines(recipe, summary, least_memory)
+    lines = _lines(recipe, summary, least_memory, memory)
     rows = (_stored_rows(directory) if "csv" in recipe.names["logger"] else []) or rows
     page = render(f"{recipe.config.name}: {summary['steps']} steps", lines, rows, text, to_yaml(recipe.tree), summary["measured_step"])
     (directory / run_dir.REPORT).write_text(page)
@@ -156,7 +159,7 @@ def _write(recipe: Recipe, summary: dict[str, Any], text: str, least_memory: int
     print(f"\nreport: {directory / run_dir.REPORT}")
 
 
-def _lines(recipe: Recipe, summary: dict[str, Any], least_memory: int) -> list[tuple[str, str]]:
+def _lines(recipe: Recipe, summary: dict[str, Any], least_memory: int, memory: MemoryDocument | None) -> list[tuple[str, str]]:
     def number(key: str, form: str) -> str:
         value = summary[key]
         return "not measured" if value is None else format(value, form)
@@ -184,16 +187,29 @@ def _lines(recipe: Recipe, summary: dict[str, Any], least_memory: int) -> list[t
     if "releases" in summary:
         released = "not measured" if summary["released_bytes"] is None else format_size(summary["released_bytes"])
         lines.append(("  released between phases", f"{released} in {summary['releases']} times, {summary['release_seconds']:.2f} s"))
+    planned = _planned(recipe.run_dir)
     if measured := summary["measured_step"]:
         lines.append(
             (f"allocated at the peak of step {measured['step']}", f"{format_size(measured['peak_bytes'])}, in {measured['phase']}")
         )
-        lines += [(f"  {category}", format_size(size)) for category, size in measured["by_category"].items() if size]
+        if planned is None:
+            lines += [(f"  {category}", format_size(size)) for category, size in measured["by_category"].items() if size]
+    if planned is not None and memory is not None:
+        lines += compared.lines(planned, memory)
     budget = recipe.memory.budget_bytes
     if budget is not None:
+        peak = peak if memory is None else memory.largest.taken  # what a plan tells, and not what a process has besides
         over = f"exceeded by {format_size(peak - budget)}" if peak > budget else f"{format_size(budget - peak)} left"
         lines.append(("memory budget", f"{format_size(budget)}, {over}"))
     return lines
+
+
+def _planned(directory: Path) -> MemoryDocument | None:
+    """What was predicted; None where nobody did."""
+    try:
+        return MemoryDocument.from_json(json.loads((directory / run_dir.PLAN).read_text()))
+    except FileNotFoundError:
+        return None
 
 
 def _stored_rows(directory: Path) -> list[dict[str, Any]]:

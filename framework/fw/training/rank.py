@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import warnings
+from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -44,8 +45,11 @@ Ending = tuple[int, dict[str, Any]]
 """Exit code and summary."""
 
 
-def train_rank(recipe: Recipe, world: World) -> Ending:
+def train_rank(recipe: Recipe, world: World, files: Mapping[str, str]) -> Ending:
     """Train as one of the ranks; the exit code, and what ``summary.json`` holds, empty where the run did not come that far.
+
+    Args:
+        files: names and texts, for the run directory, of a rank that makes it.
 
     Raises:
         UserError: the input is wrong.
@@ -68,12 +72,14 @@ def train_rank(recipe: Recipe, world: World) -> Ending:
         check_same_run(recipe, strategy.ranks)
         holds = world.is_first and not outcome.launched_by_fw()  # else the launching process does
         with held(recipe.run_dir) if holds else nullcontext():
-            return _train_joined(recipe, world, strategy, corpus, batches, vocab_size)
+            return _train_joined(recipe, world, strategy, corpus, batches, vocab_size, files)
     finally:
         leave()
 
 
-def _train_joined(recipe: Recipe, world: World, strategy: MeshStrategy, corpus: Corpus, batches: Batches, vocab_size: int) -> Ending:
+def _train_joined(
+    recipe: Recipe, world: World, strategy: MeshStrategy, corpus: Corpus, batches: Batches, vocab_size: int, files: Mapping[str, str]
+) -> Ending:
     device = strategy.root_device
     checkpoint = resume.find(recipe, corpus, strategy.ranks, say if world.is_first else say_nothing)
     seed_all(recipe.train.seed * 1_000_003 + world.rank)
@@ -87,7 +93,7 @@ def _train_joined(recipe: Recipe, world: World, strategy: MeshStrategy, corpus: 
     if world.is_first:
         if not outcome.launched_by_fw():
             again = outcome.restarted_by_another() and begun_by_this_torchrun(recipe.run_dir)
-            run_dir.make(recipe.run_dir, run_dir.continues(recipe, checkpoint) or again)
+            run_dir.make(recipe.run_dir, run_dir.continues(recipe, checkpoint) or again, files)
             run_dir.make_room(recipe, checkpoint)
             note_starter(recipe.run_dir)
         run_dir.describe(recipe, recipe.run_dir)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fw import config as configuration
 from fw.config import Config
 from fw.errors import EXIT_OK
 from fw.launching.network import use_interface
@@ -28,35 +27,33 @@ class TrainResult:
     summary: dict[str, Any] = field(default_factory=dict)
 
 
-def train(config: str | Path | Config, *overrides: str) -> TrainResult:
+def run(config: Config, files: Mapping[str, str] | None = None) -> TrainResult:
     """Train what a config describes.
 
     Args:
-        config: a YAML file, or a config that is loaded already (then without overrides).
-        overrides: ``key=value``, as on the command line.
+        files: names and texts, for the run's directory.
 
     Raises:
         UserError: the config is wrong.
         RunError: the run failed.
     """
-    loaded = config if isinstance(config, Config) else configuration.load(config, overrides)
     world = current_world()
-    recipe = resolve(loaded, world)
+    recipe = resolve(config, world)
     if not world.launched and (recipe.world_size > 1 or recipe.launch.max_restarts):
-        return _launch(recipe, [str(f) for f in loaded.files[-1:]], loaded.overrides)
+        return _launch(recipe, [str(f) for f in config.files[-1:]], config.overrides, files or {})
     from fw.training.rank import train_rank  # with Lightning, which a process that only starts ranks can do without
 
-    code, summary = train_rank(recipe, world)
+    code, summary = train_rank(recipe, world, files or {})
     return TrainResult(code, recipe.run_dir, summary)
 
 
-def _launch(recipe: Recipe, files: Sequence[str], overrides: Sequence[str]) -> TrainResult:
+def _launch(recipe: Recipe, configs: Sequence[str], overrides: Sequence[str], files: Mapping[str, str]) -> TrainResult:
     """Start the ranks. What can be wrong is found here first, where it is said once, and the slow preparation is done once."""
     device = device_of(recipe, World(local_size=recipe.launch.devices))
     use_interface(recipe.launch, False, recipe.config.origin(("launch", "interface")), {})  # only checked: the ranks use it
-    with Attempts(recipe, check_input(recipe, device), say) as attempts:
+    with Attempts(recipe, check_input(recipe, device), say, files) as attempts:
         recipe.sharding.prepare(recipe.step_spec(device), say)
-        command = [sys.executable, "-m", "fw", "train", *files, *overrides]
+        command = [sys.executable, "-m", "fw", "train", *configs, *overrides]
         code = recipe.launcher.launch(command, recipe.launch, attempts.prepare)
     summary_file = recipe.run_dir / run_dir.SUMMARY
     summary = json.loads(summary_file.read_text()) if code == EXIT_OK and summary_file.is_file() else {}

@@ -21,13 +21,17 @@ MEMORY = "memory.json"
 """The measured memory of all ranks, as :mod:`fw.meter.document` has it."""
 MEMORY_DETAIL = "memory-detail.json"
 """One step more closely, as :mod:`fw.meter.detail` has it; where steps were measured, beside that."""
+PLAN = "plan.json"
+"""What the run was predicted to take, as :mod:`fw.meter.document` has it; where it was planned."""
+FIT = "fit.json"
+"""What was chosen for a budget."""
 CHECKPOINTS = "checkpoints"
 _PROBE = ".writable"
 _TRACES = ("config.resolved.yaml", METRICS, CHECKPOINTS)
 
 
-def make(run_dir: Path, continues: bool) -> None:
-    """Create the directory; an earlier run in it is moved aside unless this one continues it.
+def make(run_dir: Path, continues: bool, files: Mapping[str, str]) -> None:
+    """Create the directory with these files, names and texts; an earlier run in it is moved aside unless this one continues it.
 
     Raises:
         UserError: the directory cannot be made or written.
@@ -42,6 +46,8 @@ def make(run_dir: Path, continues: bool) -> None:
             os.rename(run_dir, aside)
             print(f"fw: {run_dir} held an earlier run, which is now {aside}", file=sys.stderr)
         run_dir.mkdir(parents=True, exist_ok=True)
+        for name, text in files.items():
+            (run_dir / name).write_text(text)
     except OSError as error:
         raise UserError(f"train.run_dir: {run_dir} cannot be used: {error.strerror}; give another train.run_dir") from None
 

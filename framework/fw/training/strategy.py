@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from fw.checkpointing.ranks import GlooRanks, OneRank
 from fw.errors import PeerError, UserError
 from fw.kinds.checkpoint import Ranks
+from fw.launching.meeting import met
 from fw.launching.outcome import restarted_by_another
 from fw.recipe import World
 
@@ -96,7 +97,7 @@ class MeshStrategy(ParallelStrategy):
             # not counted alike, and could not be told apart by their number.
             kept = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=self._timeout)  # type: ignore[attr-defined]
             return dist.PrefixStore(f"fw-attempt-{os.environ['TORCHELASTIC_RESTART_COUNT']}", kept)  # type: ignore[attr-defined]
-        return None
+        return met()
 
     def model_to_device(self) -> None:
         """The model was made where it belongs."""
