@@ -40,8 +40,22 @@ def test_what_is_kept_is_said_as_it_is_divided(workspace: Path) -> None:
 
 def test_it_is_told_in_the_summary_and_counts_in_no_rate(workspace: Path) -> None:
     done = fw("train", "tiny.yaml", "train.max_steps=3", "memory.measure_step=2").ok()
-    assert "allocated at the peak of step 2" in done.out and "  optimizer state" in done.out
+    assert "allocated at the peak of step 2" in done.out
+    rows = {row[0]: row[-1] for line in done.out.splitlines() if (row := line.split())}
+    assert [rows[name] for name in ("parameters", "gradients", "optimizer")] == ["exact"] * 3
     assert "profiler" not in done.err
+
+
+def test_loggers_have_what_was_predicted_beside_what_was_measured(workspace: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    fw("train", "tiny.yaml", "train.max_steps=3", "memory.measure_step=2", "train.log_every=3", "logger=[tensorboard]").ok()
+    (events,) = Path("run").rglob("events.out.*")
+    told = EventAccumulator(str(events.parent)).Reload()
+    for name in ("parameters", "gradients", "optimizer"):
+        (measured,), (planned,) = told.Scalars(f"memory/{name}"), told.Scalars(f"memory_planned/{name}")
+        assert measured.step == planned.step == 2
+        assert measured.value == planned.value > 0
 
 
 def test_a_step_below_none_is_refused(workspace: Path) -> None:

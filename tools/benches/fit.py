@@ -72,9 +72,9 @@ def fw(*words: str) -> dict[str, Any]:
     return found
 
 
-def profiled(file: str, overrides: Sequence[str], steps: int) -> tuple[int, float]:
+def profiled(file: str, overrides: Sequence[str], measured: int, timed: int) -> tuple[int, float]:
     """Measured peak in bytes, and seconds of a step."""
-    found = fw("profile", file, *overrides, "--steps", str(steps))
+    found = fw("profile", file, *overrides, "--steps", str(measured), "--timed", str(timed))
     return found["per_rank"][0]["allocated_peak_bytes"], found["step_time_s"]
 
 
@@ -103,7 +103,7 @@ def main(words: Sequence[str] | None = None) -> None:
         fits = [fw("plan", file, "--fit", f"memory.budget={budget}B") for budget in budgets]
         picture = options.out / "fit.svg"
         fw("plan", file, "--fit", f"memory.budget={budgets[2]}B", "--pareto", str(picture))
-        every = {each: profiled(file, each, 2) for each in tqdm(list(combinations()), unit="configuration")}
+        every = {each: profiled(file, each, 1, 1) for each in tqdm(list(combinations()), unit="configuration")}
         rows = []
         for budget, fit in zip(budgets, fits, strict=True):
             chosen = tuple(fit["fit"]["chosen"])
@@ -112,7 +112,7 @@ def main(words: Sequence[str] | None = None) -> None:
             times: dict[tuple[str, ...], list[tuple[int, float]]] = {each: [] for each in compared}
             for _ in range(options.again):
                 for each in compared:
-                    times[each].append(profiled(file, each, 2))
+                    times[each].append(profiled(file, each, 2, 2))
             seconds = {each: median(time for _, time in found) for each, found in times.items()}
             fastest = min((each for each in compared if each in every), key=lambda each: seconds[each])
             peak = max(peak for peak, _ in times[chosen])

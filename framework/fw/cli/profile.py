@@ -22,7 +22,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """A config, overrides, and how long to measure."""
     parser.add_argument("config", help="a YAML file")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="values that win over the file's")
-    parser.add_argument("--steps", type=int, default=3, metavar="N", help="steps whose memory is measured; as many more are timed")
+    parser.add_argument("--steps", type=int, default=3, metavar="N", help="steps whose memory is measured")
+    parser.add_argument("--timed", type=int, metavar="N", help="steps that are timed after those; as many where left out, 0 for none")
     pictures.add_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print the document that docs/memory.md describes, and nothing else")
 
@@ -34,7 +35,7 @@ def run(options: argparse.Namespace) -> int:
 
     pictures.check(options)
     with _stdout_aside():
-        found = profile(options.config, *options.overrides, steps=options.steps)
+        found = profile(options.config, *options.overrides, steps=options.steps, timed=options.timed)
     pictures.write(options, found, "measured")
     print(json.dumps(found.as_json(), indent=1) if options.json else table(found))
     return 0

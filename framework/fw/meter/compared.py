@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fw.config import format_size
 from fw.meter.document import COMPONENTS, MemoryDocument
+from fw.meter.step_memory import StepMemory
 
 Row = tuple[str, int, int]
 """Name, predicted and measured bytes."""
@@ -18,6 +19,16 @@ def rows(planned: MemoryDocument, measured: MemoryDocument) -> list[Row]:
     if took.driver_peak:
         found += [("reserved", expected.reserved_peak, took.reserved_peak), ("driver", expected.driver_peak, took.driver_peak)]
     return [row for row in found if row[1] or row[2]]
+
+
+def values(step: StepMemory, planned: MemoryDocument | None, rank: int) -> dict[str, int]:
+    """For a logger: what a rank's step took, and was predicted to take, in bytes."""
+    found = {f"memory/{name}": nbytes for name, nbytes in step.most.items()} | {"memory/allocated_peak": step.peak_bytes}
+    if planned is not None:
+        expected = planned.per_rank[rank]
+        found |= {f"memory_planned/{name}": expected.most.get(name, 0) for name in step.most}
+        found["memory_planned/allocated_peak"] = expected.allocated_peak
+    return found
 
 
 def lines(planned: MemoryDocument, measured: MemoryDocument) -> list[tuple[str, str]]:

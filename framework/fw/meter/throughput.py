@@ -54,6 +54,7 @@ class Throughput:
 
     def leave_out(self) -> None:
         """The step that has ended counts in no rate, and the next begins."""
+        self._warm = True
         self._started = time.perf_counter()
 
     def lap(self) -> Rate:

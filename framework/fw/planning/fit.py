@@ -100,16 +100,24 @@ class Fit:
         }
 
 
-def search(open_: Sequence[Technique], evaluate: Evaluate, budget: int, planning: Callable[[str], None] = lambda label: None) -> Fit:
+def search(
+    open_: Sequence[Technique],
+    evaluate: Evaluate,
+    budget: int,
+    planning: Callable[[str], None] = lambda label: None,
+    *,
+    combines: bool = True,
+) -> Fit:
     """The fastest combination of the techniques' choices that stays within the budget.
 
     Args:
         planning: is told what is planned next.
+        combines: whether combinations are tried where a technique by itself fits.
 
     Raises:
         FwError: the config as it is cannot be planned.
     """
-    return _Search(open_, evaluate, budget, planning).result()
+    return _Search(open_, evaluate, budget, planning, combines).result()
 
 
 @dataclass
@@ -118,6 +126,7 @@ class _Search:
     evaluate: Evaluate
     budget: int
     planning: Callable[[str], None]
+    combines: bool
     planned: dict[Overrides, Candidate] = field(default_factory=dict)
     refused: dict[Choice, str] = field(default_factory=dict)
 
@@ -127,7 +136,9 @@ class _Search:
         for reference in references:
             self._try(reference)
         estimates = sorted(map(self._estimate, self._combinations()), key=lambda c: (c.seconds, len(c.choices), c.taken))
-        best = self._fewest(self._fastest(estimates) or self._least(estimates))
+        best = None if self.combines else self._best()
+        if best is None:
+            best = self._fewest(self._fastest(estimates) or self._least(estimates))
         ladder = list(self._ladder(base, best))
         left = [candidate for candidate in estimates if candidate.overrides not in self.planned]
         kept = [(technique.name, technique.kept) for technique in self.open_ if technique.kept]

@@ -53,12 +53,22 @@ def fit(config: str | Path | Config, *overrides: str, world_size: int | None = N
     )
 
 
-def fit_config(config: Config, gpu: Device | None = None, *, here: bool = True, tell: Say = say) -> Fitted:
+def fit_config(
+    config: Config,
+    gpu: Device | None = None,
+    *,
+    here: bool = True,
+    tell: Say = say,
+    budget: int | None = None,
+    all_open: bool = False,
+) -> Fitted:
     """The same of a loaded config.
 
     Args:
         gpu: what to plan for, unless ``here``: then what the run would compute on.
         tell: takes what there is to say of the data.
+        budget: bytes a rank, instead of the config's.
+        all_open: what the config sets may be changed, too; one technique will do.
     """
     config, recipe = startable(config)
     gpu = device_of(recipe) if here else gpu
@@ -77,7 +87,7 @@ def fit_config(config: Config, gpu: Device | None = None, *, here: bool = True, 
             bar.set_postfix_str(label, refresh=False)
             bar.update()
 
-        found = search(techniques(recipe, gpu), evaluate, first.budget, planning)
+        found = search(techniques(recipe, gpu, all_open=all_open), evaluate, budget or first.budget, planning, combines=not all_open)
     chosen = overridden(config, found.best.overrides)
     return Fitted(chosen, found, resolve(chosen, current_world(), starts=False))
 

@@ -15,13 +15,14 @@ from fw.planning.run import train
 from fw.training import run_dir
 
 
-def profile(config: str | Path, *overrides: str, steps: int = 3) -> MemoryDocument:
+def profile(config: str | Path, *overrides: str, steps: int = 3, timed: int | None = None) -> MemoryDocument:
     """Train for a few steps with every rank, and measure them.
 
     Args:
         config: a YAML file.
         overrides: ``key=value``, as on the command line.
-        steps: whose memory is measured; as many follow that are timed.
+        steps: whose memory is measured.
+        timed: that follow and are timed; as many where None. The time of a step is not known without one.
 
     Raises:
         UserError: the config is wrong.
@@ -30,9 +31,11 @@ def profile(config: str | Path, *overrides: str, steps: int = 3) -> MemoryDocume
     """
     if steps < 1:
         raise UserError(f"--steps: {steps} is too small; the least is 1")
+    if timed is not None and timed < 0:
+        raise UserError(f"--timed: {timed} is too small; the least is 0")
     with tempfile.TemporaryDirectory(prefix="fw-profile-") as directory:
         own = {
-            "train.max_steps": 2 * steps,
+            "train.max_steps": steps + (steps if timed is None else timed),
             "train.val_every": 0,
             "train.save_every": 0,
             "train.sample_tokens": 0,
@@ -43,7 +46,7 @@ def profile(config: str | Path, *overrides: str, steps: int = 3) -> MemoryDocume
             "logger": "[]",
             "resume": "",
         }
-        result = train(configuration.load(config, [*overrides, *(f"{key}={value}" for key, value in own.items())]))
+        result = train(configuration.load(config, [*overrides, *(f"{key}={value}" for key, value in own.items())]), compares=False)
         if result.exit_code == EXIT_INTERRUPTED:
             raise KeyboardInterrupt
         if result.exit_code != EXIT_OK:

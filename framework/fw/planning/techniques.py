@@ -9,8 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from fw import registry
 from fw.config import DEFAULT, Config
+from fw.kinds.sharding import SHARD
 from fw.meter.devices import Device
 from fw.recipe import Recipe
 
@@ -58,18 +61,19 @@ class Technique:
     kept: str = ""
 
 
-def techniques(recipe: Recipe, gpu: Device | None) -> list[Technique]:
+def techniques(recipe: Recipe, gpu: Device | None, *, all_open: bool = False) -> list[Technique]:
     """Those that ``memory.techniques`` names, with the choices that the config leaves open.
 
     Args:
         gpu: what the run computes on; None for the CPU.
+        all_open: all there are, as if nothing were set.
     """
-    return [_open(name, recipe, gpu) for name in TECHNIQUES if name in recipe.memory.techniques]
+    return [_open(name, recipe, gpu, all_open) for name in TECHNIQUES if all_open or name in recipe.memory.techniques]
 
 
-def _open(name: str, recipe: Recipe, gpu: Device | None) -> Technique:
+def _open(name: str, recipe: Recipe, gpu: Device | None, all_open: bool) -> Technique:
     path, choices = TECHNIQUES[name]
-    if place := _set_at(recipe.config, path):
+    if not all_open and (place := _set_at(recipe.config, path)):
         return Technique(name, kept=f"set at {place}")
     found = choices(recipe, gpu)
     return Technique(name, found, "" if found else NOTHING)
@@ -112,13 +116,18 @@ def _activations(recipe: Recipe, gpu: Device | None) -> list[Choice]:
 
 
 def _losses(recipe: Recipe, gpu: Device | None) -> list[Choice]:
-    if "chunk_tokens" not in recipe.tree["objective"] or recipe.micro_batch_size * recipe.train.sequence_length <= _CHUNK_TOKENS:
+    if (
+        recipe.tree["objective"].get("chunk_tokens", _CHUNK_TOKENS)
+        or recipe.micro_batch_size * recipe.train.sequence_length <= _CHUNK_TOKENS
+    ):
         return []
     return [Choice(LOSS, (f"objective.chunk_tokens={_CHUNK_TOKENS}",))]
 
 
 def _precisions(recipe: Recipe, gpu: Device | None) -> list[Choice]:
     """Half the bytes for what is computed; weights and their updates stay in float32."""
+    if recipe.precision.policy().compute != torch.float32:
+        return []
     has_bf16 = gpu is None or "bfloat16" in gpu.peak_flops
     return [Choice(PRECISION, (f"precision={'bf16' if has_bf16 else 'fp16'}",))]
 
@@ -131,7 +140,7 @@ def _optimizers(recipe: Recipe, gpu: Device | None) -> list[Choice]:
 
 def _shardings(recipe: Recipe, gpu: Device | None) -> list[Choice]:
     """Of one host's ranks, then of all."""
-    if recipe.world_size == 1:
+    if recipe.world_size == 1 or SHARD in recipe.mesh_shape:
         return []
     host, hosts = recipe.ranks_per_host, recipe.world_size // recipe.ranks_per_host
     by_host = [Choice(SHARDING, (f"sharding={{name: fsdp, replicate: {hosts}}}",))] if hosts > 1 and host > 1 else []

@@ -20,6 +20,11 @@ def explanation(fit: Fit) -> str:
     return "\n".join(lines)
 
 
+def cost(candidate: Candidate, fit: Fit) -> str:
+    """In time, beside the config as it is; empty where that is not known."""
+    return f", {_slower(candidate.seconds, fit.base.seconds)}" if fit.base.seconds else ""
+
+
 def _verdict(fit: Fit) -> str:
     left = fit.budget - fit.best.taken
     if left < 0:

@@ -7,9 +7,11 @@ from typing import Any
 import pytorch_lightning as pl
 from pytorch_lightning.callbacks import Callback
 
+from fw.meter import compared
 from fw.meter.memory import peak_memory_bytes
 from fw.meter.throughput import Rate, Throughput
 from fw.recipe import Recipe
+from fw.training import run_dir
 from fw.training.module import StepOutcome, TrainingModule
 from fw.training.progress import Progress
 from fw.training.release import Release
@@ -57,7 +59,8 @@ class BetweenSteps(Callback):
         validates = bool(train.val_every) and not module.stop.decided and (outcome.step % train.val_every == 0 or last)
         if validates:
             trainer.val_check_batch = outcome.step  # also at a last step that is no multiple of the interval
-        if not (outcome.step % train.log_every == 0 or validates or last):
+        measured = module.memory.get(outcome.step)
+        if not (outcome.step % train.log_every == 0 or validates or last or measured):
             self._count(outcome)
             self._progress.advance(outcome.step)
             return
@@ -76,6 +79,8 @@ class BetweenSteps(Callback):
             "mfu": self.mfu(rate),
             "peak_memory_bytes": int(memory),
         }
+        if measured is not None:
+            self._pending |= compared.values(measured, run_dir.planned(self._recipe.run_dir), module.global_rank)
         self._progress.advance(outcome.step, self._pending)
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -187,7 +187,7 @@ def _lines(recipe: Recipe, summary: dict[str, Any], least_memory: int, memory: M
     if "releases" in summary:
         released = "not measured" if summary["released_bytes"] is None else format_size(summary["released_bytes"])
         lines.append(("  released between phases", f"{released} in {summary['releases']} times, {summary['release_seconds']:.2f} s"))
-    planned = _planned(recipe.run_dir)
+    planned = run_dir.planned(recipe.run_dir)
     if measured := summary["measured_step"]:
         lines.append(
             (f"allocated at the peak of step {measured['step']}", f"{format_size(measured['peak_bytes'])}, in {measured['phase']}")
@@ -202,14 +202,6 @@ def _lines(recipe: Recipe, summary: dict[str, Any], least_memory: int, memory: M
         over = f"exceeded by {format_size(peak - budget)}" if peak > budget else f"{format_size(budget - peak)} left"
         lines.append(("memory budget", f"{format_size(budget)}, {over}"))
     return lines
-
-
-def _planned(directory: Path) -> MemoryDocument | None:
-    """What was predicted; None where nobody did."""
-    try:
-        return MemoryDocument.from_json(json.loads((directory / run_dir.PLAN).read_text()))
-    except FileNotFoundError:
-        return None
 
 
 def _stored_rows(directory: Path) -> list[dict[str, Any]]:

@@ -16,6 +16,7 @@ from fw.kinds.data import Corpus, Rows
 from fw.kinds.precision import PrecisionPolicy
 from fw.meter.allocations import allocations
 from fw.meter.leaks import LeakCheck
+from fw.meter.memory import malloc_in_use_bytes
 from fw.meter.step_memory import StepMemory, StepMeter
 from fw.recipe import Recipe
 from fw.training import run_dir
@@ -72,6 +73,8 @@ class TrainingModule(pl.LightningModule):
         """What these have left behind."""
         self.nonfinite: Nonfinite | None = None
         """What is asked where a step was not made."""
+        self.before_bytes = 0
+        """Of host memory in use when there was no model yet."""
         self._rows = rows
         self._vocab_size = vocab_size
         self._checkpoint = checkpoint
@@ -89,6 +92,11 @@ class TrainingModule(pl.LightningModule):
         return self._assembly
 
     @property
+    def is_assembled(self) -> bool:
+        """Whether there is a model."""
+        return self._assembly is not None
+
+    @property
     def strategy(self) -> MeshStrategy:
         """The run's strategy."""
         strategy = self.trainer.strategy
@@ -99,6 +107,7 @@ class TrainingModule(pl.LightningModule):
         """Assemble, where the mesh exists."""
         if self._assembly is None:
             device = self.strategy.root_device
+            self.before_bytes = malloc_in_use_bytes() or 0
             self.prepare()
             self.strategy.barrier()
             self._assembly = assemble(self.recipe, self._vocab_size, self.strategy.mesh, device, self._checkpoint, self._rows)

@@ -24,7 +24,7 @@ from fw.launching.peers import peer_error
 from fw.launching.stacks import Watch, answer_when_asked
 from fw.meter.flops import peak_flops
 from fw.recipe import Recipe, World
-from fw.training import finish, resume, run_dir
+from fw.training import finish, out_of_memory, resume, run_dir
 from fw.training.batches import Batches
 from fw.training.between_steps import BetweenSteps
 from fw.training.hang_watch import HangWatch
@@ -97,6 +97,7 @@ def _train_joined(
             run_dir.make_room(recipe, checkpoint)
             note_starter(recipe.run_dir)
         run_dir.describe(recipe, recipe.run_dir)
+        (recipe.run_dir / out_of_memory.FILE).unlink(missing_ok=True)
 
     if device.type == "cpu":
         keep_freed_memory()  # from here on: what data preparation frees is better given back
@@ -153,7 +154,13 @@ def _train_joined(
             raise RunError(f"training {ended}, but its last checkpoint was not written ({saver.failed})")
     except Exception as error:
         failure: Exception = error
-        if lost := peer_error(error, recipe.launch.timeout):
+        if out_of_memory.is_out_of_memory(error) and module.is_assembled:
+            report = out_of_memory.report(error, module)
+            report.write(recipe.run_dir)
+            say("\n".join(report.lines()))
+            failure = out_of_memory.OutOfMemory(report.sentence())
+            saver.close()
+        elif lost := peer_error(error, recipe.launch.timeout):
             lost.__cause__ = error
             failure = lost
         else:

@@ -11,6 +11,7 @@ from pathlib import Path
 from fw.config import to_yaml
 from fw.errors import UserError
 from fw.kinds.checkpoint import Reader
+from fw.meter.document import MemoryDocument
 from fw.place import Place
 from fw.recipe import Recipe
 
@@ -50,6 +51,14 @@ def make(run_dir: Path, continues: bool, files: Mapping[str, str]) -> None:
             (run_dir / name).write_text(text)
     except OSError as error:
         raise UserError(f"train.run_dir: {run_dir} cannot be used: {error.strerror}; give another train.run_dir") from None
+
+
+def planned(run_dir: Path) -> MemoryDocument | None:
+    """What was predicted; None where nobody did."""
+    try:
+        return MemoryDocument.from_json(json.loads((run_dir / PLAN).read_text()))
+    except FileNotFoundError:
+        return None
 
 
 def continues(recipe: Recipe, checkpoint: Reader | None) -> bool:

@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fw.checkpointing.ranks import GlooRanks, OneRank
-from fw.errors import PeerError, UserError
+from fw.errors import PeerError
 from fw.kinds.checkpoint import Ranks
-from fw.launching.meeting import met
+from fw.launching.meeting import check_address, met
 from fw.launching.outcome import restarted_by_another
 from fw.recipe import World
 
@@ -88,10 +88,9 @@ class MeshStrategy(ParallelStrategy):
 
     def _store(self) -> dist.Store | None:  # type: ignore[name-defined]
         """Where the ranks meet; None for what the environment says."""
-        if missing := [name for name in ("MASTER_ADDR", "MASTER_PORT") if self._world.launched and name not in os.environ]:
-            raise UserError(f"environment: RANK and WORLD_SIZE are set, but {missing[0]} is not; start ranks with fw, torchrun or srun")
         if not self._world.launched:
             return dist.HashStore()  # type: ignore[attr-defined]  # a world of one rank needs nobody to meet
+        check_address()
         if restarted_by_another() and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and self._world.on_one_host:
             # torchrun keeps the store from attempt to attempt, with the addresses of ranks that are gone. On several hosts attempts are
             # not counted alike, and could not be told apart by their number.
