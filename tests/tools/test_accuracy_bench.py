@@ -197,7 +197,8 @@ class Fake:
     def __init__(self) -> None:
         self.plans, self.profiles = 0, 0
 
-    def __call__(self, verb: str, file: str, flag: str, *, directory: Path, timeout: float) -> accuracy.Ended:
+    def __call__(self, verb: str, file: str, flag: str, *more: str, directory: Path, timeout: float) -> accuracy.Ended:
+        assert more == (() if verb == "plan" else ("--steps", "2", "--timed", "0"))
         assert flag == "--json" and yaml.safe_load(Path(file).read_text())["data"]["name"] == "synthetic"
         ranks = yaml.safe_load(Path(file).read_text())["launch"].get("devices", 1)
         if verb == "plan":

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import cos, pi, sin
+from math import cos, floor, log10, pi, sin
 
 from fw.config import format_size
 from fw.meter.bars import ticks
 from fw.meter.drawing import Area, Drawing, Line, Words
 from fw.planning.fit import Candidate, Fit
 
-WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 1040, 460, 84, 820, 44, 404
+WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 1040, 480, 84, 810, 72, 424
 _GOOD, _BAD, _GUESS, _BEST = "#1b9e77", "#d95f02", "#9aa7b4", "#7570b3"
 _SIDES = 20
 
@@ -41,10 +41,9 @@ def pareto(fit: Fit, title: str, headed: bool = True) -> Drawing:
     for nbytes in ticks(int(right)):
         out.shapes.append(Line((x_of(nbytes), TOP), (x_of(nbytes), BOTTOM)))
         out.shapes.append(Words(x_of(nbytes), BOTTOM + 18, format_size(nbytes) if nbytes else "0", "middle", "soft"))
-    for part in range(5):
-        seconds = part * top / 4.3
+    for seconds in _round(top):
         out.shapes.append(Line((LEFT, y_of(seconds)), (RIGHT, y_of(seconds))))
-        out.shapes.append(Words(LEFT - 8, y_of(seconds) + 4, f"{seconds:.3g} s" if part else "0", "end", "soft"))
+        out.shapes.append(Words(LEFT - 8, y_of(seconds) + 4, f"{seconds:.3g} s" if seconds else "0", "end", "soft"))
     out.shapes.append(Words((LEFT + RIGHT) / 2, BOTTOM + 40, "memory of the rank that takes most, predicted", "middle", "soft"))
     out.shapes.append(Words(LEFT - 70, TOP - 14, "time of a step, predicted", "start", "soft"))
     if fit.budget <= right:
@@ -63,6 +62,13 @@ def pareto(fit: Fit, title: str, headed: bool = True) -> Drawing:
     if headed:
         out.shapes.append(Words(LEFT - 70, 18, title, "start", "ink", 15, bold=True))
     return out
+
+
+def _round(most: float) -> list[float]:
+    """Round numbers from 0 to at most ``most``, three to six of them."""
+    unit = 10.0 ** floor(log10(most))
+    step = next(step for step in (unit / 5, unit / 2, unit, 2 * unit) if most / step < 6)
+    return [n * step for n in range(int(most / step) + 1)]
 
 
 def _dot(out: Drawing, x: float, y: float, radius: float, colour: str, candidate: Candidate) -> None:
@@ -84,5 +90,5 @@ def _legend(out: Drawing, fit: Fit) -> None:
     y = TOP + 12 + len(rows) * 26
     out.shapes += [
         Line((RIGHT + 28, y - 4), (RIGHT + 40, y - 4), "soft", 1.5),
-        Words(RIGHT + 48, y, "nothing planned beats these", size=14),
+        Words(RIGHT + 48, y, "the best of the planned", size=14),
     ]
