@@ -69,6 +69,7 @@ def test_interpolation_reaches_defaults_and_the_environment(recipe, monkeypatch)
         ("data.tokenizer=word", r"data.tokenizer: 'word' is neither bpe nor byte nor a directory"),
         ("train.seed=${nowhere}", r"train.seed: .*nowhere.*not found"),
         ("memory.budget=lots", r"'lots' is not a size"),
+        ("memory.budget=0GiB", r"memory.budget: 0GiB is too small"),
         ("logger=[csv,csv]", r"logger names one plugin twice"),
         ("launch.devices=2", r"sharding 'single' runs on one rank, not 2; choose sharding=ddp"),
         ("launch.nodes=2", r"launch.nodes: 2 hosts need launch.rendezvous"),

@@ -194,8 +194,8 @@ class MemorySection:
     pages of the CPU go back, after a validation."""
 
     def __post_init__(self) -> None:
-        if self.budget:
-            parse_size(self.budget)
+        if self.budget and parse_size(self.budget) <= 0:
+            raise UserError(f"memory.budget: {self.budget} is too small; leave it empty for none")
         for name in self.techniques:
             if name not in TECHNIQUES:
                 raise UserError(f"memory.techniques: '{name}' is none{did_you_mean(name, TECHNIQUES)} (there are {', '.join(TECHNIQUES)})")
