@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from fw import __version__
+from fw.cli import interrupts
 from fw.errors import EXIT_FAILED, EXIT_INTERRUPTED, FwError, UserError
 from fw.launching import outcome, rank_log, stacks
 
@@ -73,7 +74,8 @@ def _guarded(arguments: Sequence[str] | None) -> int:
     debug = _DEBUG in os.environ
     words = [word for word in words if word != "--debug"]
     try:
-        return _run(words)
+        with interrupts.heard():
+            return _run(words)
     except BrokenPipeError:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - the reader of our output has gone; the interpreter flushes at exit
         return EXIT_FAILED
