@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fw.checkpointing.placement import initialise
-from fw.checkpointing.tensor_files import TensorFiles, weights_for
+from fw.checkpointing.tensor_files import ADAPTER, TensorFiles, adapter_for, weights_for
 from fw.errors import UserError
 from fw.kinds.checkpoint import Reader
 from fw.kinds.data import Rows
-from fw.kinds.model import CausalLM, Give
+from fw.kinds.model import Adapters, CausalLM, Give, Init
 from fw.kinds.sharding import Stepper, StepSpec
 from fw.meter.flops import ModelFlops
 from fw.recipe import Recipe
@@ -81,7 +81,9 @@ def build(recipe: Recipe, vocab_size: int, mesh: DeviceMesh | None, device: torc
     spec = recipe.step_spec(device, rows)
     with torch.device("meta"):
         attention = recipe.sharding.attention(recipe.attention, mesh)
-        model = recipe.model.build(vocab_size, recipe.train.sequence_length, attention).to(spec.precision.parameters)
+        model = recipe.model.build(vocab_size, recipe.train.sequence_length, attention)
+        model.adapters = recipe.peft.apply(model)
+        _set_dtypes(model, spec)
     recipe.sharding.parallelize(model, mesh)
     recipe.precision.convert(model, device)
     recipe.activation.apply(model, spec, recipe.train.sequence_length)
@@ -117,6 +119,8 @@ def check(recipe: Recipe, vocab_size: int, device: torch.device, rows: Rows | No
         model = recipe.model.build(vocab_size, recipe.train.sequence_length, recipe.attention)
     try:
         spec = recipe.step_spec(device, rows)
+        with torch.device("meta"):
+            model.adapters = recipe.peft.apply(model)
         for plugin in (recipe.precision, recipe.sharding, recipe.activation):
             plugin.check(model, recipe.mesh_shape, spec, recipe.train.sequence_length)
         recipe.attention.check(model, spec)
@@ -131,18 +135,62 @@ def values(model: CausalLM, seed: int, checkpoint: Reader | None, weights: Path 
 
     Args:
         checkpoint: of a run to go on with; goes before ``weights``.
-        weights: model directory to begin from; None for initial values.
+        weights: model directory to begin from; None for initial values. Of a model with adapters the frozen base comes from it in any
+            case.
 
     Raises:
         UserError: the files do not fit the model.
     """
+    if model.adapters is None:
+        return checkpoint.weights(model) if checkpoint is not None else _base_values(model, seed, weights)
+    adapters, base = model.adapters, _base_values(model, seed, weights)
     if checkpoint is not None:
-        return checkpoint.weights(model)
-    if weights is not None:
-        return weights_for(TensorFiles(weights), model)
+        trained = checkpoint.weights(model)
+    elif adapters.weights is not None:
+        trained = adapter_for(TensorFiles(adapters.weights, ADAPTER), model)
+    else:
+        trained = _begun(model, adapters, seed)
+    own = set(adapters.added) if checkpoint is None and adapters.weights is None else set(adapters.tensors)
 
+    def give(tensors: Mapping[str, Tensor]) -> None:
+        base({name: tensor for name, tensor in tensors.items() if name not in own})
+        trained({name: tensor for name, tensor in tensors.items() if name in own})
+
+    return give
+
+
+def _base_values(model: CausalLM, seed: int, weights: Path | None) -> Give:
+    return weights_for(TensorFiles(weights), model) if weights is not None else _drawn(model.init, seed)
+
+
+def _drawn(init: Callable[[str], Init], seed: int) -> Give:
     def draw(tensors: Mapping[str, Tensor]) -> None:
         for name, tensor in tensors.items():
-            initialise(tensor.data, name, model.init(name), seed)
+            initialise(tensor.data, name, init(name), seed)
 
     return draw
+
+
+def _begun(model: CausalLM, adapters: Adapters, seed: int) -> Give:
+    """Initial values of what adapters add; the base has its values."""
+    draw = _drawn(adapters.added.__getitem__, seed)
+
+    def give(tensors: Mapping[str, Tensor]) -> None:
+        draw({name: tensor for name, tensor in tensors.items() if name not in adapters.row_norms})
+        base = model.stored()
+        with torch.no_grad():
+            for name, weight in adapters.row_norms.items():
+                if name in tensors:
+                    tensors[name].detach().copy_(torch.linalg.vector_norm(base[weight].detach().float(), dim=1))
+
+    return give
+
+
+def _set_dtypes(model: CausalLM, spec: StepSpec) -> None:
+    """Parameters have the policy's dtype; frozen matrices that of compute, which their products would round them to anyway."""
+    model.to(spec.precision.parameters)
+    if model.adapters is None or len(spec.computes_in) > 1:
+        return
+    for module in model.modules():
+        if isinstance(module, nn.Linear | nn.Embedding) and not module.weight.requires_grad:
+            module.weight.data = module.weight.data.to(spec.precision.compute)

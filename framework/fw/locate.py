@@ -9,8 +9,9 @@ from pathlib import Path
 from fw.errors import UserError
 
 CONFIG = "config.json"
+ADAPTER_CONFIG = "adapter_config.json"
 _REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
-_WANTED = ("*.json", "model.safetensors", "model-*.safetensors", "*.jinja")
+_WANTED = ("*.json", "model.safetensors", "model-*.safetensors", "adapter_model*.safetensors", "*.jinja")
 
 
 def find(where: str | Path, wanted: str = CONFIG) -> Path:
@@ -28,7 +29,8 @@ def find(where: str | Path, wanted: str = CONFIG) -> Path:
     if found := inside(path, wanted):
         return found
     if path.exists():
-        raise UserError(f"{path} is no model directory: it has no {wanted}, nor checkpoints/latest/{wanted}")
+        what = "adapter's" if wanted == ADAPTER_CONFIG else "model"
+        raise UserError(f"{path} is no {what} directory: it has no {wanted}, nor checkpoints/latest/{wanted}")
     if _REPOSITORY.fullmatch(str(where)):
         return _download(str(where))
     raise UserError(f"{path}: no such directory")

@@ -210,7 +210,7 @@ class HFCausalLM(CausalLM):
         Raises:
             UserError: the family keeps some parameters in fp32 whatever the model's dtype is.
         """
-        dtype = next(self.parameters()).dtype
+        dtype = max((p.dtype for p in self.parameters()), key=lambda dtype: dtype.itemsize)  # frozen ones may be narrower
         with _weights_on_meta():
             twin = self._make(dtype)
         # transformers computes buffers once more after it has read the weights, no longer in the model's dtype.

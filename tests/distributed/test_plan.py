@@ -32,6 +32,8 @@ CASES = {
         "optimizer=lion",
     ],
     "context": ["sharding={name: fsdp, context: 2}", "launch.devices=2"],
+    "fsdp, lora, bf16": ["sharding=fsdp", "launch.devices=2", "peft={name: lora, rank: 4}", "precision=bf16"],
+    "zero 3, lora": ["sharding={name: zero, stage: 3}", "launch.devices=2", "peft={name: lora, rank: 4}"],
 }
 SLACK = 1024
 """Bytes: losses, norms and counts that are kept, and sent between ranks."""

@@ -27,6 +27,9 @@ CASES = {
     ],
     "phased": ["precision={name: phased, phases: [{from_step: 0, compute: bf16}, {from_step: 2, compute: fp32}]}"],
     "packed": ["data={name: synthetic, vocab_size: 300, samples: 64, min_length: 8}", "train.packing=true"],
+    "lora, bf16": ["peft={name: lora, rank: 4}", "precision=bf16", "train.micro_batch_size=2"],
+    "dora, dropout, head": ["peft={name: dora, targets: [all-linear, lm_head], dropout: 0.1}", "activation=full"],
+    "lora, embedding, chunked loss": ["peft={name: lora, targets: [embed_tokens, q_proj]}", "objective.chunk_tokens=64"],
     "padded": ["data={name: synthetic, vocab_size: 300, samples: 8, min_length: 8}"],
 }
 SLACK = 1024

@@ -54,6 +54,12 @@ AXES: dict[str, dict[str, Value]] = {
         **{name: Value(1, {"optimizer": name}) for name in ("adamw_8bit", "adamw_bf16", "lion", "adafactor", "muon", "sgd")},
         "in_backward": Value(1, {"optimizer": {"name": "adamw", "in_backward": True}, "train.gradient_clip_norm": 0.0}),
     },
+    "peft": {
+        "none": Value(6, {}),
+        "lora": Value(1, {"peft": {"name": "lora", "rank": 16}}),
+        "lora of attention": Value(1, {"peft": {"name": "lora", "rank": 64, "targets": [r".*(q_proj|v_proj|c_attn)"], "dropout": 0.05}}),
+        "dora": Value(1, {"peft": {"name": "dora", "rank": 8}}),
+    },
     "loss": {
         "whole": Value(2, {}),
         "chunks of 64": Value(1, {"objective.chunk_tokens": 64}),
@@ -113,7 +119,7 @@ class Drawn:
         model = self.config["model"]
         width, layers = model.get("hidden_size") or model["n_embd"], model.get("num_hidden_layers") or model["n_layer"]
         batch = f"{train['micro_batch_size']}×{train['sequence_length']}" + (f"×{c['accumulation']}" if c["accumulation"] != "1" else "")
-        usual = {"activation": "none", "attention": "sdpa", "offload": "none", "loss": "whole", "documents": "blocks"}
+        usual = {"peft": "none", "activation": "none", "attention": "sdpa", "offload": "none", "loss": "whole", "documents": "blocks"}
         words = [f"{c['model']} {self.parameters / 1e6:.0f} M ({layers}×{width}, {c['vocabulary']} ids)", batch]
         words += [c["sharding"], c["precision"], c["optimizer"]]
         words += [_SAID.get(axis, "{}").format(c[axis]) for axis, plain in usual.items() if c[axis] != plain]

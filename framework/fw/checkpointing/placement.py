@@ -37,7 +37,7 @@ def initialise(tensor: Tensor, name: str, init: Init, seed: int) -> None:
     local, where = local_part(tensor)
     if local.numel() == 0:
         return
-    if not init.std:
+    if not (init.std or init.bound):
         local.fill_(init.value)
         return
     row_size = math.prod(tensor.shape[1:])
@@ -46,21 +46,24 @@ def initialise(tensor: Tensor, name: str, init: Init, seed: int) -> None:
     whole_rows = all(s.start == 0 and s.stop == size for s, size in zip(columns, tensor.shape[1:], strict=True))
     if whole_rows and local.is_contiguous():
         flat = local.view(-1)
-        for start, values in _chunks(first, last, name, seed):
-            flat[start - first : start - first + values.numel()] = values * init.std
+        for start, values in _chunks(first, last, name, seed, init):
+            flat[start - first : start - first + values.numel()] = values
         return
     # Cut along other dimensions too: draw a few rows at a time, then keep the columns.
     for row in range(where[0].start, where[0].stop):
-        values = torch.cat([v for _, v in _chunks(row * row_size, (row + 1) * row_size, name, seed)])
-        local[row - where[0].start] = (values.view(tensor.shape[1:]) * init.std)[columns]
+        values = torch.cat([v for _, v in _chunks(row * row_size, (row + 1) * row_size, name, seed, init)])
+        local[row - where[0].start] = values.view(tensor.shape[1:])[columns]
 
 
-def _chunks(first: int, last: int, name: str, seed: int) -> Iterator[tuple[int, Tensor]]:
-    """``(position, standard normal values)`` covering elements ``first … last`` of the flattened parameter."""
+def _chunks(first: int, last: int, name: str, seed: int, init: Init) -> Iterator[tuple[int, Tensor]]:
+    """``(position, values)`` covering elements ``first … last`` of the flattened parameter."""
     for chunk in range(first // _CHUNK, -(-last // _CHUNK)):
         begin = chunk * _CHUNK
         digest = hashlib.sha256(f"{seed}/{name}/{chunk}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-        values = torch.randn(_CHUNK, generator=generator, dtype=torch.float32)
+        if init.bound:
+            values = (torch.rand(_CHUNK, generator=generator, dtype=torch.float32) * 2 - 1) * init.bound
+        else:
+            values = torch.randn(_CHUNK, generator=generator, dtype=torch.float32) * init.std
         low, high = max(first, begin), min(last, begin + _CHUNK)
         yield low, values[low - begin : high - begin]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
+from collections.abc import Set as AbstractSet
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +18,12 @@ from fw.checkpointing.placement import local_part
 from fw.checkpointing.ranges import RangeFile
 from fw.checkpointing.stream import DTYPES
 from fw.errors import UserError
-from fw.kinds.checkpoint import Part, parts
+from fw.kinds.checkpoint import Part, adapter_parts, parts
 from fw.kinds.model import CausalLM, Give
 from fw.place import Place, place
+
+ADAPTER = "adapter_model"
+"""Stem of an adapter's files."""
 
 _DTYPE_OF = {name: dtype for dtype, name in DTYPES.items()}
 
@@ -82,36 +87,21 @@ class TensorFiles:
         target.copy_(self.where[name].get_slice(name)[tuple(wanted)] if wanted else self.whole(name))
 
 
-def load_weights(files: TensorFiles, model: CausalLM) -> None:
-    """Fill every tensor the model stores, on this rank, with the dtype it has.
-
-    Raises:
-        UserError: tensors that are missing, unexpected or of another shape, all listed; a tied head that is no repetition.
-    """
-    weights_for(files, model)(model.stored())
-
-
 def weights_for(files: TensorFiles, model: CausalLM) -> Give:
-    """Check once that the files are all of the model and nothing else; what is returned fills its tensors, any of them at a time.
+    """Check once that the files are all of the model and nothing else, adapters apart; what is returned fills its tensors, any of them at
+    a time.
 
     Args:
         model: may be on the meta device.
 
     Raises:
-        UserError: as :func:`load_weights`.
+        UserError: tensors that are missing, unexpected or of another shape, all listed; a tied head that is no repetition.
     """
-    expected = parts(model, model.stored())
+    expected = parts(model, model.base())
     names = {_full_name(name, expected, model): name for name in files.where}
     repeated = {name: source for name, source in model.hf_repeated().items() if name in names and name not in expected}
-    missing = sorted(set(expected) - set(names))
-    unexpected = sorted(name for name in set(names) - set(expected) - set(repeated) if not model.hf_superfluous(name))
-    shapes = [
-        f"{name} is {list(files.shape(names[name]))} in the files and {list(part.shape)} in the model"
-        for name, part in expected.items()
-        if name in names and files.shape(names[name]) != part.shape
-    ]
-    problems = [f"missing: {_some(missing)}"] * bool(missing) + [f"unexpected: {_some(unexpected)}"] * bool(unexpected) + _few(shapes)
-    if problems:
+    unexpected = {name for name in set(names) - set(expected) - set(repeated) if not model.hf_superfluous(name)}
+    if problems := _differences(files, names, expected, unexpected, "model"):
         raise UserError(f"the weights in {files.directory} do not fit the model: {'; '.join(problems)}")
     for name, source in repeated.items():
         if not _same(files, names[name], names[source]):
@@ -119,6 +109,57 @@ def weights_for(files: TensorFiles, model: CausalLM) -> Give:
 
     def give(tensors: Mapping[str, Tensor]) -> None:
         for name, part in tqdm(parts(model, tensors).items(), "loading weights", unit="tensor", leave=False, disable=None, delay=1):
+            files.fill(names[name], part)
+
+    return give
+
+
+def adapter_name(name: str) -> str:
+    """A tensor's name in an adapter's file, as peft writes it today: versions differ in what they wrap modules with that train whole."""
+    return name.replace(".modules_to_save.default.", ".").replace(".modules_to_save.", ".")
+
+
+def _differences(
+    files: TensorFiles, names: Mapping[str, str], expected: Mapping[str, Part], unexpected: AbstractSet[str], whose: str
+) -> list[str]:
+    """What is wrong, a clause each.
+
+    Args:
+        names: in the files, by what the model calls them.
+    """
+    missing = sorted(set(expected) - set(names))
+    shapes = [
+        f"{name} is {list(files.shape(names[name]))} in the files and {list(part.shape)} in the {whose}"
+        for name, part in expected.items()
+        if name in names and files.shape(names[name]) != part.shape
+    ]
+    lists = (("missing", missing), ("unexpected", sorted(unexpected)))
+    return [f"{what}: {_some(found)}" for what, found in lists if found] + _few(shapes)
+
+
+def adapter_for(files: TensorFiles, model: CausalLM) -> Give:
+    """Check once that the files are all of the model's adapters and nothing else; what is returned fills those of the tensors it is given.
+
+    peft keeps the weight of an embedding beside its change; such a one is taken too.
+
+    Raises:
+        UserError: tensors that are missing, unexpected or of another shape, all listed.
+    """
+    assert model.adapters is not None
+    names = {adapter_name(name): name for name in files.where}
+    beside = {}
+    for name in model.base():
+        for of in model.hf_tensors(name):
+            wrapped = f"base_model.model.{of.name.removesuffix('.weight')}.base_layer.weight"
+            if wrapped in names and name not in model.adapters.tensors:
+                beside[name] = replace(of, name=wrapped)
+    adapters = replace(model.adapters, tensors={**model.adapters.tensors, **beside})
+    expected = adapter_parts(adapters, model.stored())
+    if problems := _differences(files, names, expected, set(names) - set(expected), "adapters"):
+        raise UserError(f"the adapters in {files.directory} do not fit the model's: {'; '.join(problems)}")
+
+    def give(tensors: Mapping[str, Tensor]) -> None:
+        for name, part in adapter_parts(adapters, tensors).items():
             files.fill(names[name], part)
 
     return give

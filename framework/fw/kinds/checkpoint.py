@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fw.errors import UserError
-from fw.kinds.model import CausalLM, Give, HFTensor
+from fw.kinds.model import Adapters, CausalLM, Give, HFTensor
 from fw.place import Place
 from fw.registry import Plugin
 
@@ -92,6 +92,11 @@ def parts(model: CausalLM, tensors: Mapping[str, Tensor] | Mapping[str, Tensor |
     return {stored.name: Part(tensor, stored) for name, tensor in tensors.items() for stored in model.hf_tensors(name)}
 
 
+def adapter_parts(adapters: Adapters, tensors: Mapping[str, Tensor] | Mapping[str, Tensor | Kept]) -> dict[str, Part]:
+    """Those of the tensors that an adapter's file holds, as it names them."""
+    return {of.name: Part(tensors[name], of) for name, of in adapters.tensors.items() if name in tensors}
+
+
 @dataclass(frozen=True)
 class Snapshot:
     """What a checkpoint holds.
@@ -101,7 +106,8 @@ class Snapshot:
         mesh: sizes of the device mesh by dimension; empty for one rank without one.
         metrics: of this step, by which checkpoints can be compared.
         parent: name of the checkpoint its run went on from or has written before; None for the first.
-        tensors: groups of tensors by the stem of their files: ``model`` by Hugging Face name, ``optimizer`` by ``<parameter>/<key>``.
+        tensors: groups of tensors by the stem of their files: ``model`` by Hugging Face name, or ``adapter_model`` by peft's where only
+            adapters train; ``optimizer`` by ``<parameter>/<key>``.
             Names and order are the same on every rank.
         rng: states of this rank's random generators, as JSON.
         state: everything else a resume needs, as JSON; equal on every rank.
@@ -227,7 +233,7 @@ class Reader(ABC):
 
     @abstractmethod
     def weights(self, model: CausalLM) -> Give:
-        """What fills tensors that the model stores; ``model`` may be on the meta device.
+        """What fills tensors that the model stores, of one with adapters those that they hold; ``model`` may be on the meta device.
 
         Raises:
             UserError: names missing or unexpected, shapes that differ; all are listed.

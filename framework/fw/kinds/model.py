@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -52,10 +52,11 @@ class LinearHead:
 
 @dataclass(frozen=True)
 class Init:
-    """How a parameter begins: ``normal`` with mean 0 and ``std``, or the constant ``value``."""
+    """How a parameter begins: normal with mean 0 and ``std``, uniform between ``-bound`` and ``bound``, or the constant ``value``."""
 
     std: float = 0.0
     value: float = 0.0
+    bound: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -112,6 +113,29 @@ class TensorPlan:
     sizes: Mapping[str, int] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Adapters:
+    """What ``peft`` has made of a model: some parameters train, most of them added, and the others are a frozen base.
+
+    Attributes:
+        added: parameters that the model did not have before, by its own names, and how they begin.
+        tensors: each trained parameter, added or not, as a tensor of an adapter's file. An adapter's checkpoint holds these alone.
+        config: ``adapter_config.json``, but for the base's name.
+        split: what tensor parallelism cuts of what was added, as :attr:`TensorPlan.split`.
+        whole_layers_because: why tensor parallelism cannot divide the layers, as a clause; empty where it can.
+        row_norms: added parameters that begin as the L2 norms of the rows of a weight of the base, and that weight's name.
+        weights: the adapter's directory that training begins from; None for initial values.
+    """
+
+    added: Mapping[str, Init]
+    tensors: Mapping[str, HFTensor]
+    config: Mapping[str, Any]
+    split: Mapping[str, int] = field(default_factory=dict)
+    weights: Path | None = None
+    whole_layers_because: str = ""
+    row_norms: Mapping[str, str] = field(default_factory=dict)
+
+
 class CausalLM(nn.Module):
     """What every model is. Built on the meta device; weights come from files or from :meth:`init`.
 
@@ -121,6 +145,9 @@ class CausalLM(nn.Module):
 
     vocab_size: int
     """Rows of the embedding."""
+
+    adapters: Adapters | None = None
+    """What ``peft`` has added; None where all of the model trains."""
 
     @property
     @abstractmethod
@@ -170,6 +197,11 @@ class CausalLM(nn.Module):
         """How layers divide between ranks; None where nobody has said."""
         return None
 
+    def whole_tensor_plan(self) -> TensorPlan | None:
+        """:meth:`tensor_plan`, and what adapters add to it."""
+        plan = self.tensor_plan()
+        return plan if plan is None or self.adapters is None else replace(plan, split={**plan.split, **self.adapters.split})
+
     def whole_sequences_because(self) -> str:
         """Why ranks cannot each take some positions of a sequence, as a clause; empty where they can, the attention plugin seeing to it."""
         return "its attention is not a plugin's"
@@ -197,8 +229,13 @@ class CausalLM(nn.Module):
         self.to_empty(device=device)
 
     def stored(self) -> dict[str, Tensor]:
-        """What a checkpoint holds of this model, by the model's own names: its parameters, and buffers that training may change."""
+        """What has a value to keep, by the model's own names: parameters, those of adapters too, and buffers that training may change."""
         return dict(self.named_parameters())
+
+    def base(self) -> dict[str, Tensor]:
+        """Of :meth:`stored`, what the model has without adapters."""
+        added = self.adapters.added if self.adapters is not None else {}
+        return {name: tensor for name, tensor in self.stored().items() if name not in added}
 
 
 class ModelPlugin(Plugin):

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import nn
 
 from fw.kinds.model import CausalLM
 from fw.meter.devices import of_product
@@ -25,14 +26,26 @@ class ModelFlops:
 
     @staticmethod
     def of(model: CausalLM, longest: int) -> ModelFlops:
-        """Of ``model`` whole, for sequences up to ``longest``."""
+        """Of ``model`` whole, for sequences up to ``longest``.
+
+        Of weights that are frozen no gradient is computed: two operations per weight and token less.
+        """
         windows = {shape.window for shape in model.kv_shapes if shape.window is not None and shape.window < longest}
         lengths = sorted({1, longest, *windows})
-        return ModelFlops(np.array(lengths, np.float64), np.array([model.flops_per_token(length) for length in lengths], np.float64))
+        spared = 2 * _frozen_in_products(model) if model.adapters is not None else 0.0
+        per_token = [model.flops_per_token(length) - spared for length in lengths]
+        return ModelFlops(np.array(lengths, np.float64), np.array(per_token, np.float64))
 
     def for_sequences(self, lengths: NDArray[np.int64]) -> float:
         """FLOPs of a step over sequences of these lengths, each of which sees itself only."""
         return float((lengths * np.interp(lengths, self.lengths, self.per_token)).sum())
+
+
+def _frozen_in_products(model: CausalLM) -> float:
+    """Frozen weights that a token is multiplied with."""
+    products = model.flops_per_token(0) / 6  # attention is in proportion to the length
+    tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    return products - sum(p.numel() for p in model.parameters() if p.requires_grad and p.dim() > 1 and id(p) not in tables)
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:

@@ -17,13 +17,16 @@ from tqdm import tqdm
 
 from fw import registry
 from fw.checkpointing.stream import SafetensorsWriter, Sized, index, size_bytes, split
-from fw.checkpointing.tensor_files import TensorFiles, load_weights
+from fw.checkpointing.tensor_files import ADAPTER, TensorFiles, adapter_for, weights_for
 from fw.config import parse_size
 from fw.errors import UserError
 from fw.kinds import KINDS
 from fw.kinds.attention import AttentionPlugin
 from fw.kinds.checkpoint import parts
 from fw.kinds.model import CausalLM, ModelPlugin
+from fw.locate import ADAPTER_CONFIG, CONFIG, find, inside
+from fw.pretrained.directory import read_adapter_config
+from fw.pretrained.reading import peft_for
 
 if TYPE_CHECKING:
     from fw.tokenizer import Tokenizer
@@ -37,16 +40,19 @@ def load_model(
     device: str | torch.device = "cpu",
     attention: str = "sdpa",
     model: str = "auto",
+    adapter: str | Path | None = None,
 ) -> CausalLM:
     """The model of a directory in evaluation mode; ``model(ids)`` maps ids ``[B, L]`` to logits ``[B, L, V]``.
 
     Weights go from the mapped files straight to their place; nothing is held twice.
 
     Args:
-        path: a model directory, a run of fw's own (its latest checkpoint), or ``org/name`` of the hub.
+        path: a model directory, a run of fw's own (its latest checkpoint), or ``org/name`` of the hub. Where it is an adapter's, its
+            base is loaded with it, from where its configuration says.
         dtype: of the parameters, whatever the files hold.
         attention: an attention plugin, by name.
         model: a model plugin that takes a ``path``: ``auto`` picks a reference architecture, ``hf`` runs transformers' own code.
+        adapter: directory of an adapter of the model at ``path``, of fw's or peft's; it stays beside the weights.
 
     Raises:
         UserError: no such model, an architecture or a field that is not honoured, or weights that do not fit.
@@ -54,6 +60,11 @@ def load_model(
     model_cls = registry.load("model", model, ModelPlugin, KINDS["model"].apis)
     if "path" not in {field.name for field in dataclasses.fields(model_cls.Config)}:
         raise UserError(f"model '{model}' takes no path, so no directory can be loaded with it; use auto or hf")
+    if adapter is None and inside(Path(path), CONFIG) is None and (found := inside(Path(path), ADAPTER_CONFIG)):
+        adapter = found
+        path = read_adapter_config(found).get("base_model_name_or_path") or ""
+        if not path:
+            raise UserError(f"{found / ADAPTER_CONFIG} names no base; give the base, and the adapter with it")
     plugin = model_cls(model_cls.Config(path=str(path)))
     assert isinstance(plugin, ModelPlugin) and plugin.weights is not None
     kind = KINDS["attention"]
@@ -62,9 +73,16 @@ def load_model(
     assert isinstance(chosen, AttentionPlugin)
     assert plugin.vocab_size is not None, "config.json says it, or transformers' default does"
     with torch.device("meta"):
-        made = plugin.build(plugin.vocab_size, 1, chosen).to(dtype)
+        made = plugin.build(plugin.vocab_size, 1, chosen)
+        if adapter is not None:
+            directory = find(adapter, ADAPTER_CONFIG)
+            made.adapters = peft_for(directory).apply(made)
+        made.to(dtype)
     made.materialise(torch.device(device))
-    load_weights(TensorFiles(plugin.weights), made)
+    tensors = made.stored()
+    weights_for(TensorFiles(plugin.weights), made)(made.base())
+    if adapter is not None:
+        adapter_for(TensorFiles(directory, ADAPTER), made)(tensors)
     return made.eval()
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from fw.checkpointing.tensor_files import TensorFiles
 from fw.config import parse_size
 from fw.errors import UserError
-from fw.locate import CONFIG, find
+from fw.locate import ADAPTER_CONFIG, CONFIG, find
 from fw.place import place
 from fw.pretrained.directory import read_config
 from fw.pretrained.export import DTYPE_NAMES, copy_beside
@@ -45,7 +45,7 @@ class Adapter:
     """
 
     def __init__(self, directory: Path, base: TensorFiles) -> None:
-        path = directory / "adapter_config.json"
+        path = directory / ADAPTER_CONFIG
         try:
             self.config: dict[str, Any] = json.loads(path.read_text())
             self.rank = int(self.config["r"]) if self.config.get("peft_type") == "LORA" else 0
@@ -134,7 +134,7 @@ def merge(base: str | Path, adapter: str | Path, to: str | Path, dtype: str | No
     directory = find(base)
     config = read_config(directory)
     files = TensorFiles(directory)
-    change = Adapter(Path(adapter), files)
+    change = Adapter(find(adapter, ADAPTER_CONFIG), files)
     wanted = DTYPE_NAMES[dtype] if dtype else None
 
     def cast(found: torch.dtype) -> torch.dtype:

@@ -10,6 +10,9 @@ from fw import registry
 from fw.errors import UserError, did_you_mean
 from fw.kinds import KINDS
 from fw.kinds.model import ModelPlugin
+from fw.kinds.peft import PeftPlugin
+from fw.locate import ADAPTER_CONFIG
+from fw.pretrained.directory import read_adapter_config
 
 
 def plugin_for(directory: Path, config: Mapping[str, Any], changes: Mapping[str, Any] | None = None) -> ModelPlugin:
@@ -46,10 +49,35 @@ def plugin_name(config: Mapping[str, Any]) -> str | None:
     return names[0] if len(names) == 1 else None
 
 
+def peft_for(directory: Path) -> PeftPlugin:
+    """The plugin that reads the adapter of a directory, configured as its adapter_config.json says.
+
+    Raises:
+        UserError: it is no adapter's directory, no plugin or several declare its ``peft_type``, or a field cannot be honoured.
+    """
+    config = read_adapter_config(directory)
+    peft_type, place = config.get("peft_type"), directory / ADAPTER_CONFIG
+    known = _declared("peft", "peft_types")
+    names = known.get(str(peft_type), [])
+    if len(names) != 1:
+        which = f"several peft plugins read it: {', '.join(names)}; uninstall all but one" if names else f"there are: {', '.join(known)}"
+        raise UserError(f"{place}: peft_type '{peft_type}' has no one plugin ({which})")
+    cls = registry.load("peft", names[0], PeftPlugin, KINDS["peft"].apis)
+    assert issubclass(cls, PeftPlugin)
+    try:
+        return cls.from_peft(config)
+    except (UserError, TypeError, ValueError) as error:
+        raise UserError(f"{place}: {error}") from None
+
+
 def _model_types() -> dict[str, list[str]]:
-    """model_type → the plugins that declare it, read from their sources without importing them."""
+    return _declared("model", "hf_model_types")
+
+
+def _declared(kind: str, attribute: str) -> dict[str, list[str]]:
+    """What a file may say → the plugins that declare it, read from their sources without importing them."""
     found: dict[str, list[str]] = {}
-    for entry in registry.entries("model"):
-        for model_type in registry.literal(entry, "hf_model_types", ()):
-            found.setdefault(model_type, []).append(entry.name)
+    for entry in registry.entries(kind):
+        for value in registry.literal(entry, attribute, ()):
+            found.setdefault(value, []).append(entry.name)
     return found

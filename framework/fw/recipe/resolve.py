@@ -37,6 +37,7 @@ from fw.kinds.model import ModelPlugin
 from fw.kinds.objective import ObjectivePlugin
 from fw.kinds.offload import OffloadPlugin
 from fw.kinds.optimizer import OptimizerPlugin
+from fw.kinds.peft import PeftPlugin
 from fw.kinds.precision import PrecisionPlugin
 from fw.kinds.schedule import SchedulePlugin
 from fw.kinds.sharding import REPLICATE, SHARD, TENSOR, ShardingPlugin, StepSpec
@@ -56,6 +57,7 @@ class Recipe:
 
     config: Config
     model: ModelPlugin
+    peft: PeftPlugin
     attention: AttentionPlugin
     data: DataPlugin
     objective: ObjectivePlugin

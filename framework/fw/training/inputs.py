@@ -51,9 +51,11 @@ def open_data(recipe: Recipe, say: Say) -> tuple[Corpus, Batches, int]:
 
 
 def note(recipe: Recipe, device: torch.device) -> None:
-    """Say what there is to know of the optimizer before the run."""
+    """Say what there is to know of plugins before the run."""
     if text := recipe.step_spec(device).optimizer.note:
         say(text)
+    if recipe.names["peft"] != ("none",) and recipe.model.weights is None:
+        say("the base has initial values, and checkpoints hold adapters alone; to begin from a model: model={name: auto, path: DIRECTORY}")
 
 
 def device_of(recipe: Recipe, world: World) -> torch.device:

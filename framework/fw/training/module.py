@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -27,6 +27,7 @@ from fw.training.nonfinite import Nonfinite
 from fw.training.rng import GeneratorStates, restore_rng
 from fw.training.stop import StopRequest
 from fw.training.strategy import MeshStrategy
+from fw.training.trained import gradients_reach
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,7 @@ class TrainingModule(pl.LightningModule):
         self._checkpoint = checkpoint
         self._assembly: Assembly | None = None
         self._meter: StepMeter | None = None
+        self._has_looked = False
         self._val_sums: list[tuple[Tensor, int]] = []
         self._targets = 0
         self._precision = recipe.precision.policy()
@@ -170,7 +172,8 @@ class TrainingModule(pl.LightningModule):
         stepper.begin_step(lr_factor)
         if recipe.steps_in_backward:
             self.before_update()
-        loss = self._compute(micro_batches, divisor, None)
+        with self._looking():
+            loss = self._compute(micro_batches, divisor, None)
         if not recipe.steps_in_backward:
             self.before_update()
         result = stepper.step(lr_factor)
@@ -195,6 +198,12 @@ class TrainingModule(pl.LightningModule):
         if self.stop.decided:
             self.trainer.should_stop = True
             self.trainer.limit_val_batches = 0  # who asked to stop does not want to wait for a validation
+
+    def _looking(self) -> AbstractContextManager[None]:
+        """In the first step, whether adapters train."""
+        adapters, first = self.assembly.model.adapters, not self._has_looked
+        self._has_looked = True
+        return gradients_reach(adapters, self.assembly.stepper) if adapters is not None and first else nullcontext()
 
     def _change_precision(self, policy: PrecisionPolicy) -> None:
         """Where another phase begins, all who compute are told."""

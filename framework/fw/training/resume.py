@@ -18,7 +18,7 @@ from fw.training.same_run import begun_by_this_torchrun
 
 AUTO = "auto"
 
-_BEFORE_THEY_WERE_KEPT = {"train.packing": False, "train.length_bucketing": 0}
+_BEFORE_THEY_WERE_KEPT = {"train.packing": False, "train.length_bucketing": 0, "peft": {"name": "none"}}
 """What a checkpoint means that says nothing of a setting."""
 
 
@@ -165,4 +165,5 @@ def must_agree(recipe: Recipe) -> dict[str, tuple[Any, str]]:
         **steps,
         "optimizer": (recipe.names["optimizer"][0], "what the optimizer's state means"),
         "parameter dtype": (parameters, "what the optimizer's state means"),
+        "peft": ({k: v for k, v in recipe.tree["peft"].items() if k not in ("adapter", "dropout")}, "what trains"),
     }

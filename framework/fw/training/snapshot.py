@@ -10,7 +10,9 @@ from pathlib import Path
 
 from torch import nn
 
-from fw.kinds.checkpoint import Part, Snapshot, parts
+from fw.checkpointing.tensor_files import ADAPTER
+from fw.kinds.checkpoint import Part, Snapshot, adapter_parts, parts
+from fw.locate import ADAPTER_CONFIG, CONFIG
 from fw.recipe import Recipe
 from fw.training import run_dir
 from fw.training.module import TrainingModule
@@ -27,8 +29,9 @@ def tensors(module: TrainingModule) -> dict[str, dict[str, Part]]:
     # A buffer is copied: while a step's tensors are still being saved, the next forward may change it.
     stored = {name: tensor.detach() if isinstance(tensor, nn.Parameter) else tensor.clone() for name, tensor in model.stored().items()}
     kept = {**stored, **stepper.weights()}
+    weights = {"model": parts(model, kept)} if model.adapters is None else {ADAPTER: adapter_parts(model.adapters, kept)}
     return {
-        "model": parts(model, kept),
+        **weights,
         "optimizer": {name: Part(tensor) for name, tensor in stepper.optimizer_tensors().items()},
     }
 
@@ -42,12 +45,17 @@ def snapshot(recipe: Recipe, module: TrainingModule, metrics: Mapping[str, float
     """
 
     def write_files(directory: Path) -> None:
-        hf = {**module.assembly.model.hf_config(), "dtype": str(recipe.precision.policy().parameters).removeprefix("torch.")}
-        tokenizer = module.corpus.tokenizer
-        for key, token_id in (("bos_token_id", tokenizer.bos_id), ("eos_token_id", tokenizer.eos_id)):
-            if hf.get(key) is None:
-                hf[key] = token_id
-        (directory / "config.json").write_text(json.dumps(hf, indent=1) + "\n")
+        model, tokenizer = module.assembly.model, module.corpus.tokenizer
+        if model.adapters is None:
+            hf = {**model.hf_config(), "dtype": str(recipe.precision.policy().parameters).removeprefix("torch.")}
+            for key, token_id in (("bos_token_id", tokenizer.bos_id), ("eos_token_id", tokenizer.eos_id)):
+                if hf.get(key) is None:
+                    hf[key] = token_id
+            (directory / CONFIG).write_text(json.dumps(hf, indent=1) + "\n")
+        else:
+            base = str(recipe.model.weights.resolve()) if recipe.model.weights is not None else None
+            adapter = {**model.adapters.config, "base_model_name_or_path": base}
+            (directory / ADAPTER_CONFIG).write_text(json.dumps(adapter, indent=1) + "\n")
         tokenizer.save(directory)
         if note := misread(directory, tokenizer):
             print(f"fw: warning: {note.replace(str(directory), 'the checkpoint')}", file=sys.stderr)

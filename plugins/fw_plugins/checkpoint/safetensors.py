@@ -17,7 +17,7 @@ from fw.checkpointing.pieces import Layout
 from fw.checkpointing.placed import PlacedTensors
 from fw.checkpointing.retention import prune
 from fw.checkpointing.state import RNG, STATE, read_rng
-from fw.checkpointing.tensor_files import TensorFiles, weights_for
+from fw.checkpointing.tensor_files import ADAPTER, TensorFiles, adapter_for, weights_for
 from fw.checkpointing.writing import Writing, distinct
 from fw.config import parse_size
 from fw.errors import RunError, UserError
@@ -164,8 +164,10 @@ class SafetensorsReader(Reader):
         return found
 
     def weights(self, model: CausalLM) -> Give:
-        """All of the model and nothing else must be in the files."""
-        return weights_for(TensorFiles(self.place), model)
+        """All of the model, or of its adapters, and nothing else must be in the files."""
+        if model.adapters is None:
+            return weights_for(TensorFiles(self.place), model)
+        return adapter_for(TensorFiles(self.place, ADAPTER), model)
 
     def optimizer(self, parameters: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Every tensor, placed like its parameter where it has that shape."""

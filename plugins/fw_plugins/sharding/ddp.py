@@ -70,6 +70,7 @@ class DDP(ShardingPlugin):
 
     def shard(self, model: CausalLM, mesh: DeviceMesh | None, spec: StepSpec) -> None:
         """Nothing to divide; the wrapper comes with the step."""
+        casting.widen_lookups(model, spec.precision.parameters)
 
     def stepper(self, model: CausalLM, mesh: DeviceMesh | None, spec: StepSpec) -> Stepper:
         """The plain step over averaged gradients."""

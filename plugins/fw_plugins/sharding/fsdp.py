@@ -124,7 +124,7 @@ class FSDP(ShardingPlugin):
         if tensor > 1:
             tensor_parallel.check(model, tensor, sequence_length // context)
         if context > 1:
-            plan = model.tensor_plan()
+            plan = model.whole_tensor_plan()
             heads = plan.sizes.get("attention heads", context) if plan else context
             context_parallel.check(model, context, heads // tensor, self._ring)
 
@@ -153,7 +153,7 @@ class FSDP(ShardingPlugin):
             model.register_forward_pre_hook(self._attention.knows_positions, with_kwargs=True)
             model.over_ranks = self._attention.over_ranks
         if (tensor := _dimension(self._parameter_mesh, TENSOR)) is not None:
-            plan = model.tensor_plan()
+            plan = model.whole_tensor_plan()
             assert plan is not None, "check comes first"
             tensor_parallel.parallelize(model, plan, tensor)
 

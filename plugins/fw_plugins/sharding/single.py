@@ -31,6 +31,7 @@ class SingleRank(ShardingPlugin):
 
     def shard(self, model: CausalLM, mesh: DeviceMesh | None, spec: StepSpec) -> None:
         """Nothing to divide."""
+        casting.widen_lookups(model, spec.precision.parameters)
 
     def stepper(self, model: CausalLM, mesh: DeviceMesh | None, spec: StepSpec) -> Stepper:
         """The plain step."""

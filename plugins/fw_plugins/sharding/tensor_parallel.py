@@ -69,9 +69,14 @@ def check(model: CausalLM, ranks: int, length: int) -> None:
     Raises:
         UserError: the model has no plan, or one of its sizes is no multiple of ``ranks``; with the values that work.
     """
-    plan = model.tensor_plan()
+    plan = model.whole_tensor_plan()
     if plan is None:
         raise UserError(f"sharding.tensor: {type(model).__name__} has no plan for dividing its layers; use a reference model, or tensor: 1")
+    if model.adapters is not None and (because := model.adapters.whole_layers_because):
+        raise UserError(f"sharding.tensor: peft does not divide layers between ranks, because {because}; use tensor: 1")
+    for name, module in model.named_modules():
+        if _look_up(plan.vocabulary, name) and type(module) is not nn.Embedding:
+            raise UserError(f"sharding.tensor: the rows of {name} are divided between ranks, which do not change it besides; leave it out")
     for what, size in {**plan.sizes, "positions of a sequence on a rank": length}.items():
         if size % ranks:
             raise UserError(f"sharding.tensor: {ranks} does not divide {size} {what}; what does: {_divisors(size, plan)}")

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fw.kinds.model import CausalLM
+from fw.kinds.model import CausalLM, Give
 
 
 def partition(model: CausalLM, package: Any, config: dict[str, Any], device: torch.device) -> None:
@@ -39,3 +39,18 @@ def _partitioned(parameter: nn.Parameter, engine: Any, device: torch.device) -> 
     whole.partition()
     partitioned: nn.Parameter = whole
     return partitioned
+
+
+@torch.no_grad()
+def fill_frozen(parameter: Any, name: str, shape: torch.Size, give: Give) -> None:
+    """Values for a parameter that does not train: whole, or in stage 3 the piece of it that this rank keeps."""
+    if not hasattr(parameter, "ds_tensor"):
+        give({name: parameter.data})
+        return
+    kept = parameter.ds_tensor
+    whole = torch.empty(shape, dtype=kept.dtype, device=kept.device)
+    give({name: whole})
+    start = parameter.ds_zero_partition_rank * parameter.partition_numel()
+    own = whole.view(-1)[start : start + kept.numel()]
+    kept.data.zero_()
+    kept.data[: own.numel()].copy_(own)

@@ -33,9 +33,10 @@ def check(config: ZeroConfig, spec: StepSpec, model: CausalLM, ranks: int) -> No
             " or an optimizer whose update is by elements (adamw, adamw_bf16, lion, sgd)"
         )
     _options(config, spec)
-    frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
-    if frozen:
-        raise UserError(f"zero trains all parameters, and '{frozen[0]}' is frozen; use sharding=fsdp")
+    if spec.offload.params == "nvme" and any(not p.requires_grad for p in model.parameters()):
+        raise UserError("offload.params: DeepSpeed brings to the disk what it trains, and this model is frozen in part; use cpu")
+    if config.stage == 3 and model.adapters is not None and model.adapters.row_norms:
+        raise UserError("sharding.stage: 3 has no whole rows of a weight when dora takes their norms; use stage 2 or 1, or sharding=fsdp")
     if config.zero_hpz_partition_size is not None and ranks % config.zero_hpz_partition_size:
         raise UserError(f"sharding.zero_hpz_partition_size: {config.zero_hpz_partition_size} does not divide {ranks} ranks")
     if (config.allgather_bucket_size or 0) % 2:

@@ -16,6 +16,7 @@ from fw.kinds.model import Give
 from fw.kinds.sharding import KeptTensors, Stepper, StepResult, StepSpec
 from fw_plugins.sharding.zero.disk import OwnDirectory
 from fw_plugins.sharding.zero.fragments import Flats
+from fw_plugins.sharding.zero.placing import fill_frozen
 
 
 class ZeroStepper(Stepper):
@@ -45,7 +46,9 @@ class ZeroStepper(Stepper):
         self._nvme = nvme
         self._ranks = dist.get_world_size()
         self._scaling = spec.precision.loss_scaling
-        self._flats = Flats(engine, self._named, shapes)
+        trained = [(name, parameter) for name, parameter in self._named if parameter.requires_grad]
+        self._frozen = {name: (parameter, shapes[name]) for name, parameter in self._named if not parameter.requires_grad}
+        self._flats = Flats(engine, trained, {name: shapes[name] for name, _ in trained})
         # The engine's own train() and eval() only pass on to the model; who asks the engine for its mode must not be told another one.
         engine.train = lambda mode=True: nn.Module.train(engine, mode)
         engine.eval = lambda: nn.Module.train(engine, False)
@@ -109,8 +112,10 @@ class ZeroStepper(Stepper):
         return {name: KeptTensors([getattr(p, "ds_tensor", p.data)], [], []) for name, p in self._named}
 
     def fill(self, give: Give) -> None:
-        """Give the master weights their values, and forward what it sees of them. Collective."""
+        """Give the master weights their values, and forward what it sees of them; frozen ones have no other. Collective."""
         flats = self._flats
+        for name, (parameter, shape) in self._frozen.items():
+            fill_frozen(parameter, name, shape, give)
         for group, fragments in enumerate(flats.fragments):
             with flats.opened(group, written=True) as (flat, _):
                 flat.data.zero_()  # what pads the last rank's part
@@ -121,8 +126,8 @@ class ZeroStepper(Stepper):
         flats.publish()
 
     def weights(self) -> dict[str, Tensor | Kept]:
-        """The master weights, put together one after another."""
-        return {name: _Fragmented(self._flats, name, None) for name, _ in self._named}
+        """The master weights, put together one after another; nothing of frozen ones, which training does not change."""
+        return {name: _Fragmented(self._flats, name, None) for name in self._flats.shapes}
 
     def placements(self) -> dict[str, Tensor]:
         """Whole tensors on the host, of which pieces are taken; no storage."""
@@ -132,7 +137,7 @@ class ZeroStepper(Stepper):
         """State shaped like the parameters is put together when it is written; single numbers are each parameter's."""
         shaped, numbers = self._flats.state_keys()
         found: dict[str, Tensor | Kept] = {}
-        for name, _ in self._named:
+        for name in self._flats.shapes:
             found |= {f"{name}/{key}": torch.tensor(self._flats.number(key)) for key in numbers}
             found |= {f"{name}/{key}": _Fragmented(self._flats, name, key) for key in shaped}
         return found

@@ -1,0 +1,39 @@
+"""The contract of ``peft``: which small part of a model trains, the rest being frozen."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from fw.kinds.model import Adapters, CausalLM
+from fw.registry import Plugin
+
+
+class PeftPlugin(Plugin):
+    """Decides what trains. What does not needs neither gradient nor optimizer state, and a checkpoint does not hold it."""
+
+    kind: ClassVar[str] = "peft"
+
+    peft_types: ClassVar[tuple[str, ...]] = ()
+    """``peft_type`` of the ``adapter_config.json`` files this plugin reads; a literal, looked up without importing the plugin."""
+
+    @classmethod
+    def from_peft(cls, raw: Mapping[str, Any]) -> PeftPlugin:
+        """The plugin configured as an ``adapter_config.json`` says.
+
+        Raises:
+            UserError: a field that cannot be honoured, by name.
+        """
+        raise NotImplementedError(f"{cls.__name__} reads no adapter_config.json")
+
+    @abstractmethod
+    def apply(self, model: CausalLM) -> Adapters | None:
+        """Freeze the model but for what trains, and add the parameters that do. Called under ``torch.device("meta")``, on every rank alike,
+        before layers are divided or wrapped.
+
+        What was there keeps its names, and its modules stay the same objects. None where all of the model trains.
+
+        Raises:
+            UserError: the options do not fit the model; what would.
+        """

@@ -1,0 +1,1 @@
+"""Which small part of a model trains."""

@@ -1,0 +1,111 @@
+"""A layer with a low-rank change beside its weight: ``W x + s · B A x`` (Hu et al. 2021, https://arxiv.org/abs/2106.09685).
+
+The module stays the object it was, and its weight keeps its name: its class becomes one that derives from the one it had, so that whatever
+computes ``W x`` (plain, quantized, divided between ranks) goes on doing so.
+
+Shape suffixes: I features in, O features out, R rank, V rows of an embedding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class LoraLinear(nn.Linear):
+    """``W x + b + s · B A dropout(x)``."""
+
+    lora_A: nn.Parameter
+    """``[R, I]``."""
+    lora_B: nn.Parameter
+    """``[O, R]``."""
+    lora_scale: float
+    lora_dropout: float
+
+    def forward(self, x_I: Tensor) -> Tensor:
+        """``[…, I]`` → ``[…, O]``."""
+        out_O = super().forward(x_I)
+        x_I = F.dropout(x_I, self.lora_dropout, self.training)
+        low_R = F.linear(x_I, self.lora_A) * self.lora_scale
+        # One product that adds: what it adds to is not kept for backward, and there is no third tensor of that size.
+        return torch.addmm(out_O.flatten(0, -2), low_R.flatten(0, -2), self.lora_B.t()).view(out_O.shape)
+
+
+class DoraLinear(LoraLinear):
+    """``m ∘ (W x + s B A x) / ‖W + s B A‖ + b``, norms of rows (Liu et al. 2024, https://arxiv.org/abs/2402.09353, section 4.3: no gradient
+    goes through the norm). With dropout, as in peft, ``W x`` itself is of the whole input."""
+
+    lora_magnitude_vector: nn.Parameter
+    """``[O]``."""
+
+    def forward(self, x_I: Tensor) -> Tensor:
+        """``[…, I]`` → ``[…, O]``."""
+        out_O = super(LoraLinear, self).forward(x_I)
+        kept_I = F.dropout(x_I, self.lora_dropout, self.training)
+        if kept_I is not x_I:
+            plain_O = F.linear(kept_I, self.weight)
+        elif self.bias is not None:
+            plain_O = out_O - self.bias.to(out_O.dtype)
+        else:
+            plain_O = out_O
+        change_O = F.linear(F.linear(kept_I, self.lora_A) * self.lora_scale, self.lora_B)
+        factor_O = (self.lora_magnitude_vector / self._row_norms()).to(out_O.dtype)
+        return out_O + (factor_O - 1) * plain_O + factor_O * change_O
+
+    @torch.no_grad()
+    def _row_norms(self) -> Tensor:
+        with torch.autocast(self.weight.device.type, enabled=False):
+            dtype = self.lora_magnitude_vector.dtype
+            changed_OI = torch.addmm(self.weight.to(dtype), self.lora_B, self.lora_A, alpha=self.lora_scale)
+            return torch.linalg.vector_norm(changed_OI, dim=1)
+
+
+class LoraEmbedding(nn.Embedding):
+    """``E[id] + s · (B A)ᵀ[id]``."""
+
+    lora_embedding_A: nn.Parameter
+    """``[R, V]``."""
+    lora_embedding_B: nn.Parameter
+    """``[D, R]``."""
+    lora_scale: float
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """``[…]`` → ``[…, D]``."""
+        out_D = super().forward(ids)
+        low_R = F.embedding(ids, self.lora_embedding_A.t(), self.padding_idx)
+        return out_D + F.linear(low_R, self.lora_embedding_B) * self.lora_scale
+
+
+_classes: dict[tuple[type, type], Any] = {}
+
+
+def _with(kind: type[nn.Module], cls: type[nn.Module]) -> Any:
+    """A class that is both; one for all modules, which torch.compile tells apart by their class."""
+    if cls in kind.__mro__:
+        return kind
+    return _classes.setdefault((kind, cls), type(f"{kind.__name__}({cls.__name__})", (kind, cls), {}))
+
+
+def add_to_linear(module: nn.Linear, rank: int, scale: float, dropout: float, magnitude: bool = False) -> None:
+    """Make it a :class:`LoraLinear`, with ``magnitude`` a :class:`DoraLinear`; what is added has no values yet."""
+    shapes: dict[str, tuple[int, ...]] = {"lora_A": (rank, module.in_features), "lora_B": (module.out_features, rank)}
+    if magnitude:
+        shapes["lora_magnitude_vector"] = (module.out_features,)
+    _become(module, DoraLinear if magnitude else LoraLinear, shapes)
+    module.lora_scale, module.lora_dropout = scale, dropout  # type: ignore[assignment]
+
+
+def add_to_embedding(module: nn.Embedding, rank: int, scale: float) -> None:
+    """Make it a :class:`LoraEmbedding`; A and B have no values yet."""
+    _become(module, LoraEmbedding, {"lora_embedding_A": (rank, module.num_embeddings), "lora_embedding_B": (module.embedding_dim, rank)})
+    module.lora_scale = scale  # type: ignore[assignment]
+
+
+def _become(module: nn.Module, kind: type[nn.Module], parameters: Mapping[str, tuple[int, ...]]) -> None:
+    module.__class__ = _with(kind, type(module))
+    for name, shape in parameters.items():
+        module.register_parameter(name, nn.Parameter(torch.empty(shape)))

@@ -1,0 +1,84 @@
+"""Modules chosen by the names that they have in Hugging Face's files, by the rules of peft."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
+
+from torch import nn
+
+from fw.errors import UserError, did_you_mean
+from fw.kinds.model import CausalLM, HFTensor
+
+ALL_LINEAR = "all-linear"
+T = TypeVar("T")
+
+
+def names_in_files(model: CausalLM) -> dict[str, HFTensor]:
+    """For each module whose weight is one tensor of a file, that tensor, its name without ``.weight``."""
+    found = {}
+    weights = model.stored()
+    for name, _ in model.named_modules():
+        if f"{name}.weight" in weights:
+            tensors = model.hf_tensors(f"{name}.weight")
+            if len(tensors) == 1 and tensors[0].name.endswith(".weight"):
+                found[name] = HFTensor(tensors[0].name.removesuffix(".weight"), transposed=tensors[0].transposed)
+    return found
+
+
+def chosen(model: CausalLM, files: Mapping[str, HFTensor], patterns: Sequence[str], exclude: Sequence[str]) -> list[str]:
+    """Names of the linear layers and embeddings that ``patterns`` mean, in the model's order.
+
+    A pattern is the end of a name, as ``q_proj`` or ``layers.0.self_attn.q_proj``, or a regular expression of a whole name (peft tells
+    these apart by whether there is one pattern or a list; here, by whether it holds more than letters, digits, ``_``, ``-`` and dots).
+    ``all-linear`` is every linear layer but the head.
+
+    Raises:
+        UserError: a pattern names nothing, or nothing that LoRA can change.
+    """
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear | nn.Embedding) and name in files}
+    inside = {id(module) for block in model.blocks for module in block.modules()}
+    heads = {n for n, m in layers.items() if isinstance(m, nn.Linear) and m.out_features == model.vocab_size and id(m) not in inside}
+    picked: set[str] = set()
+    for pattern in patterns:
+        if pattern == ALL_LINEAR:
+            found = {name for name, module in layers.items() if isinstance(module, nn.Linear) and name not in heads}
+        else:
+            found = {name for name in layers if matches(pattern, files[name].name)}
+        if not found:
+            ends = dict.fromkeys(files[name].name.rpartition(".")[2] for name in layers)
+            others = [name for name in files if matches(pattern, files[name].name)] if pattern != ALL_LINEAR else []
+            what = f"is no linear layer or embedding ({others[0]})" if others else "names no layer of this model"
+            raise UserError(f"peft.targets: '{pattern}' {what}{did_you_mean(pattern, ends)} (there are: {', '.join(ends)}, {ALL_LINEAR})")
+        picked |= found
+    for pattern in exclude:
+        left_out = {name for name in picked if matches(pattern, files[name].name)}
+        if not left_out:
+            raise UserError(f"peft.exclude: '{pattern}' names none of what peft.targets does")
+        picked -= left_out
+    if not picked:
+        raise UserError("peft.exclude: nothing is left of what peft.targets names")
+    return [name for name in layers if name in picked]
+
+
+def matches(pattern: str, name: str) -> bool:
+    """Whether a pattern means a module."""
+    if re.fullmatch(r"[\w.-]+", pattern):
+        return name == pattern or name.endswith(f".{pattern}")
+    try:
+        return re.fullmatch(pattern, name) is not None
+    except re.error as error:
+        raise UserError(f"peft: '{pattern}' is no regular expression ({error})") from None
+
+
+def by_pattern(values: Mapping[str, T], name: str, default: T) -> T:
+    """What the first pattern that names the module gives it; patterns are regular expressions of the end of a name."""
+    return next((value for pattern, value in values.items() if re.match(rf"(.*\.)?({pattern})$", name)), default)
+
+
+def shortest(names: Sequence[str], others: Sequence[str]) -> list[str]:
+    """Module names as ``target_modules`` lists them: their last parts where these name nothing else."""
+    ends = sorted({name.rpartition(".")[2] for name in names})
+    strangers = [other for other in others if other not in names and other.rpartition(".")[2] in ends]
+    return sorted(names) if strangers else ends

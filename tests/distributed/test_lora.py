@@ -1,0 +1,87 @@
+"""LoRA under every way to divide a run against one process, and what a rank keeps of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from conftest import column, fw
+from distributed.operators import HAS_COMPILER
+from distributed.ranks import run_ranks
+
+STEPS = 6
+TOLERANCE = {"fp32": 1e-5, "bf16": 2e-2}
+LORA = "peft={name: lora, rank: 4, targets: [all-linear, lm_head]}"
+DORA = "peft={name: dora, rank: 4}"
+CELLS: dict[str, tuple[int, list[str]]] = {
+    "ddp": (2, [LORA, "sharding=ddp"]),
+    "ddp, dora": (2, [DORA, "sharding=ddp"]),
+    "fsdp": (2, [LORA, "sharding=fsdp"]),
+    "fsdp, dora": (2, [DORA, "sharding=fsdp"]),
+    "fsdp, recomputed": (2, [LORA, "sharding=fsdp", "activation=full"]),
+    "fsdp, chunked loss": (2, [LORA, "sharding=fsdp", "objective.chunk_tokens=16"]),
+    "fsdp tensor 2": (2, [LORA, "sharding=fsdp", "sharding.tensor=2", "train.micro_batch_size=4"]),
+    "fsdp context 2": (2, [LORA, "sharding=fsdp", "sharding.context=2", "train.micro_batch_size=4"]),
+    "zero 1": (2, [LORA, "sharding=zero", "sharding.stage=1"]),
+    "zero 2": (2, [LORA, "sharding=zero", "sharding.stage=2"]),
+    "zero 2, dora": (2, [DORA, "sharding=zero", "sharding.stage=2"]),
+    "zero 3": (2, [LORA, "sharding=zero", "sharding.stage=3"]),
+    "zero 3, on the host": (2, [LORA, "sharding=zero", "sharding.stage=3", "offload.optimizer=cpu", "offload.params=cpu"]),
+}
+
+
+def directory(cell: str, precision: str) -> str:
+    return f"{cell} {precision}".replace(" ", "-")
+
+
+def train_in_turn(ranks: int, cells: list[str]) -> None:
+    shared = [f"train.max_steps={STEPS}", f"train.save_every={STEPS}", "launch.threads=1"]
+    overrides = [
+        [*CELLS[cell][1], *shared, f"precision={precision}", f"train.run_dir={directory(cell, precision)}"]
+        for cell in cells
+        for precision in TOLERANCE
+    ]
+    run_ranks("train_in_turn.py", ranks, overrides)
+
+
+def adapters(run: str | Path) -> dict[str, torch.Tensor]:
+    return load_file(Path(run) / "checkpoints" / "latest" / "adapter_model.safetensors")
+
+
+def test_every_division_equals_one_process(workspace: Path) -> None:
+    for precision in TOLERANCE:
+        for name, peft in (("lora", LORA), ("dora", DORA)):
+            shared = (f"precision={precision}", f"train.max_steps={STEPS}", f"train.save_every={STEPS}", "train.micro_batch_size=4")
+            fw("train", "tiny.yaml", peft, *shared, f"train.run_dir=one-{name}-{precision}").ok()
+    cells = [cell for cell in CELLS if "host" not in cell or HAS_COMPILER]
+    train_in_turn(2, cells)
+    for cell in cells:
+        for precision, tolerance in TOLERANCE.items():
+            one = f"one-{'dora' if 'dora' in cell else 'lora'}-{precision}"
+            for name in ("loss", "grad_norm"):
+                pairs = list(zip(column(one, name), column(directory(cell, precision), name), strict=True))
+                assert len(pairs) == STEPS
+                worst = max(abs(a - b) / abs(a) for a, b in pairs)
+                assert worst <= tolerance, f"{cell} in {precision}: {name} differs by {worst}"
+            if precision == "fp32":
+                expected, found = adapters(one), adapters(directory(cell, precision))
+                assert expected.keys() == found.keys()
+                for name, tensor in found.items():
+                    assert torch.allclose(tensor, expected[name], rtol=1e-3, atol=1e-5), f"{cell}: {name}"
+
+
+@pytest.mark.parametrize("sharding, ranks", [("single", 1), ("fsdp", 2)])
+def test_gradients_and_optimizer_are_the_adapters_own(workspace: Path, sharding: str, ranks: int) -> None:
+    shared = ["train.max_steps=2", "train.save_every=2", "memory.measure_step=2", f"sharding={sharding}", f"launch.devices={ranks}"]
+    fw("train", "tiny.yaml", LORA, *shared).ok()
+    sizes = [tensor.numel() * 4 for tensor in adapters("run").values()]
+    counts = 4 * len(sizes)  # AdamW's of each parameter's steps
+    most = [rank["components_max"] for rank in json.loads(Path("run/memory.json").read_text())["per_rank"]]
+    assert len(most) == ranks
+    assert sum(rank["optimizer_bytes"] for rank in most) == 2 * sum(sizes) + ranks * counts
+    for rank in most:  # and one that is about to be added to that of the micro-batch before, or a unit's that are about to be divided
+        assert rank["gradients_bytes"] <= sum(sizes) / ranks + (max(sizes) if ranks == 1 else sum(sizes))
