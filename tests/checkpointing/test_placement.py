@@ -8,7 +8,6 @@ import torch
 from fw.checkpointing.placement import _CHUNK, _chunks, initialise
 from fw.kinds.model import Init
 
-
 NORMAL, UNIFORM = Init(std=1.0), Init(bound=0.25)
 
 
