@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fw.checkpointing.placement import initialise
+from fw.checkpointing.placement import initialise, quantizing
 from fw.checkpointing.tensor_files import ADAPTER, TensorFiles, adapter_for, weights_for
 from fw.errors import UserError
 from fw.kinds.checkpoint import Reader
@@ -82,8 +82,9 @@ def build(recipe: Recipe, vocab_size: int, mesh: DeviceMesh | None, device: torc
     with torch.device("meta"):
         attention = recipe.sharding.attention(recipe.attention, mesh)
         model = recipe.model.build(vocab_size, recipe.train.sequence_length, attention)
-        model.adapters = recipe.peft.apply(model)
-        _set_dtypes(model, spec)
+        flops = ModelFlops.of(model, recipe.train.sequence_length)
+        _change(model, recipe, spec)
+        flops = flops.with_adapters(model)
     recipe.sharding.parallelize(model, mesh)
     recipe.precision.convert(model, device)
     recipe.activation.apply(model, spec, recipe.train.sequence_length)
@@ -92,7 +93,6 @@ def build(recipe: Recipe, vocab_size: int, mesh: DeviceMesh | None, device: torc
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 8 * len(model.blocks))
         for block in model.blocks:
             block.compile()
-    flops = ModelFlops.of(model, recipe.train.sequence_length)
     recipe.sharding.shard(model, mesh, spec)
     recipe.offload.attach(model)
     return Built(model, spec, vocab_size, flops)
@@ -120,7 +120,7 @@ def check(recipe: Recipe, vocab_size: int, device: torch.device, rows: Rows | No
     try:
         spec = recipe.step_spec(device, rows)
         with torch.device("meta"):
-            model.adapters = recipe.peft.apply(model)
+            _change(model, recipe, spec)
         for plugin in (recipe.precision, recipe.sharding, recipe.activation):
             plugin.check(model, recipe.mesh_shape, spec, recipe.train.sequence_length)
         recipe.attention.check(model, spec)
@@ -142,8 +142,8 @@ def values(model: CausalLM, seed: int, checkpoint: Reader | None, weights: Path 
         UserError: the files do not fit the model.
     """
     if model.adapters is None:
-        return checkpoint.weights(model) if checkpoint is not None else _base_values(model, seed, weights)
-    adapters, base = model.adapters, _base_values(model, seed, weights)
+        return checkpoint.weights(model) if checkpoint is not None else quantizing(_base_values(model, seed, weights), model)
+    adapters, base = model.adapters, quantizing(_base_values(model, seed, weights), model)
     if checkpoint is not None:
         trained = checkpoint.weights(model)
     elif adapters.weights is not None:
@@ -186,11 +186,16 @@ def _begun(model: CausalLM, adapters: Adapters, seed: int) -> Give:
     return give
 
 
-def _set_dtypes(model: CausalLM, spec: StepSpec) -> None:
-    """Parameters have the policy's dtype; frozen matrices that of compute, which their products would round them to anyway."""
+def _change(model: CausalLM, recipe: Recipe, spec: StepSpec) -> None:
+    """What a weight is kept as, and whether it trains, on the meta device.
+
+    Parameters have the policy's dtype; frozen matrices that of compute, which their products would round them to anyway.
+    """
+    model.quantized = recipe.quantization.apply(model, spec.precision.compute)
+    model.adapters = recipe.peft.apply(model)
     model.to(spec.precision.parameters)
     if model.adapters is None or len(spec.computes_in) > 1:
         return
     for module in model.modules():
-        if isinstance(module, nn.Linear | nn.Embedding) and not module.weight.requires_grad:
+        if isinstance(module, nn.Linear | nn.Embedding) and not module.weight.requires_grad and module.weight.is_floating_point():
             module.weight.data = module.weight.data.to(spec.precision.compute)

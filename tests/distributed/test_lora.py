@@ -16,36 +16,46 @@ from distributed.ranks import run_ranks
 STEPS = 6
 TOLERANCE = {"fp32": 1e-5, "bf16": 2e-2}
 LORA = "peft={name: lora, rank: 4, targets: [all-linear, lm_head]}"
-DORA = "peft={name: dora, rank: 4}"
-CELLS: dict[str, tuple[int, list[str]]] = {
-    "ddp": (2, [LORA, "sharding=ddp"]),
-    "ddp, dora": (2, [DORA, "sharding=ddp"]),
-    "fsdp": (2, [LORA, "sharding=fsdp"]),
-    "fsdp, dora": (2, [DORA, "sharding=fsdp"]),
-    "fsdp, recomputed": (2, [LORA, "sharding=fsdp", "activation=full"]),
-    "fsdp, chunked loss": (2, [LORA, "sharding=fsdp", "objective.chunk_tokens=16"]),
-    "fsdp tensor 2": (2, [LORA, "sharding=fsdp", "sharding.tensor=2", "train.micro_batch_size=4"]),
-    "fsdp context 2": (2, [LORA, "sharding=fsdp", "sharding.context=2", "train.micro_batch_size=4"]),
-    "zero 1": (2, [LORA, "sharding=zero", "sharding.stage=1"]),
-    "zero 2": (2, [LORA, "sharding=zero", "sharding.stage=2"]),
-    "zero 2, dora": (2, [DORA, "sharding=zero", "sharding.stage=2"]),
-    "zero 3": (2, [LORA, "sharding=zero", "sharding.stage=3"]),
-    "zero 3, on the host": (2, [LORA, "sharding=zero", "sharding.stage=3", "offload.optimizer=cpu", "offload.params=cpu"]),
+ONE = {
+    "lora": [LORA],
+    "dora": ["peft={name: dora, rank: 4}"],
+    "nf4": ["peft={name: lora, rank: 4}", "quantization=nf4"],
 }
+"""What is divided; the first of a cell's words that is here says which."""
+CELLS: dict[str, list[str]] = {
+    "lora ddp": ["sharding=ddp"],
+    "dora ddp": ["sharding=ddp"],
+    "nf4 ddp": ["sharding=ddp"],
+    "lora fsdp": ["sharding=fsdp"],
+    "dora fsdp": ["sharding=fsdp"],
+    "nf4 fsdp": ["sharding=fsdp"],
+    "nf4 fsdp, recomputed": ["sharding=fsdp", "activation=full"],
+    "lora fsdp, chunked loss": ["sharding=fsdp", "objective.chunk_tokens=16"],
+    "lora fsdp tensor 2": ["sharding=fsdp", "sharding.tensor=2", "train.micro_batch_size=4"],
+    "lora fsdp context 2": ["sharding=fsdp", "sharding.context=2", "train.micro_batch_size=4"],
+    "lora zero 1": ["sharding=zero", "sharding.stage=1"],
+    "nf4 zero 1": ["sharding=zero", "sharding.stage=1"],
+    "lora zero 2": ["sharding=zero", "sharding.stage=2"],
+    "dora zero 2": ["sharding=zero", "sharding.stage=2"],
+    "nf4 zero 2": ["sharding=zero", "sharding.stage=2"],
+    "lora zero 3": ["sharding=zero", "sharding.stage=3"],
+    "lora zero 3, on the host": ["sharding=zero", "sharding.stage=3", "offload.optimizer=cpu", "offload.params=cpu"],
+}
+RANKS = 2
 
 
 def directory(cell: str, precision: str) -> str:
     return f"{cell} {precision}".replace(" ", "-")
 
 
-def train_in_turn(ranks: int, cells: list[str]) -> None:
+def train_in_turn(cells: list[str]) -> None:
     shared = [f"train.max_steps={STEPS}", f"train.save_every={STEPS}", "launch.threads=1"]
     overrides = [
-        [*CELLS[cell][1], *shared, f"precision={precision}", f"train.run_dir={directory(cell, precision)}"]
+        [*ONE[cell.split()[0]], *CELLS[cell], *shared, f"precision={precision}", f"train.run_dir={directory(cell, precision)}"]
         for cell in cells
         for precision in TOLERANCE
     ]
-    run_ranks("train_in_turn.py", ranks, overrides)
+    run_ranks("train_in_turn.py", RANKS, overrides)
 
 
 def adapters(run: str | Path) -> dict[str, torch.Tensor]:
@@ -54,14 +64,14 @@ def adapters(run: str | Path) -> dict[str, torch.Tensor]:
 
 def test_every_division_equals_one_process(workspace: Path) -> None:
     for precision in TOLERANCE:
-        for name, peft in (("lora", LORA), ("dora", DORA)):
+        for name, what in ONE.items():
             shared = (f"precision={precision}", f"train.max_steps={STEPS}", f"train.save_every={STEPS}", "train.micro_batch_size=4")
-            fw("train", "tiny.yaml", peft, *shared, f"train.run_dir=one-{name}-{precision}").ok()
+            fw("train", "tiny.yaml", *what, *shared, f"train.run_dir=one-{name}-{precision}").ok()
     cells = [cell for cell in CELLS if "host" not in cell or HAS_COMPILER]
-    train_in_turn(2, cells)
+    train_in_turn(cells)
     for cell in cells:
         for precision, tolerance in TOLERANCE.items():
-            one = f"one-{'dora' if 'dora' in cell else 'lora'}-{precision}"
+            one = f"one-{cell.split()[0]}-{precision}"
             for name in ("loss", "grad_norm"):
                 pairs = list(zip(column(one, name), column(directory(cell, precision), name), strict=True))
                 assert len(pairs) == STEPS

@@ -33,6 +33,7 @@ CASES = {
     ],
     "context": ["sharding={name: fsdp, context: 2}", "launch.devices=2"],
     "fsdp, lora, bf16": ["sharding=fsdp", "launch.devices=2", "peft={name: lora, rank: 4}", "precision=bf16"],
+    "fsdp, nf4, lora": ["sharding=fsdp", "launch.devices=2", "quantization=nf4", "peft={name: lora, rank: 4}", "activation=full"],
     "zero 3, lora": ["sharding={name: zero, stage: 3}", "launch.devices=2", "peft={name: lora, rank: 4}"],
 }
 SLACK = 1024

@@ -30,6 +30,8 @@ CASES = {
     "lora, bf16": ["peft={name: lora, rank: 4}", "precision=bf16", "train.micro_batch_size=2"],
     "dora, dropout, head": ["peft={name: dora, targets: [all-linear, lm_head], dropout: 0.1}", "activation=full"],
     "lora, embedding, chunked loss": ["peft={name: lora, targets: [embed_tokens, q_proj]}", "objective.chunk_tokens=64"],
+    "nf4, lora, bf16": ["quantization=nf4", "peft={name: lora, rank: 4}", "precision=bf16"],
+    "fp4, lora, full": ["quantization={name: fp4, double_quantization: false}", "peft={name: lora, rank: 4}", "activation=full"],
     "padded": ["data={name: synthetic, vocab_size: 300, samples: 8, min_length: 8}"],
 }
 SLACK = 1024

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from fw.kinds.model import Init
+from fw.kinds.model import CausalLM, Give, Init
 
 Slices = tuple[slice, ...]
 
@@ -53,6 +53,26 @@ def initialise(tensor: Tensor, name: str, init: Init, seed: int) -> None:
     for row in range(where[0].start, where[0].stop):
         values = torch.cat([v for _, v in _chunks(row * row_size, (row + 1) * row_size, name, seed, init)])
         local[row - where[0].start] = values.view(tensor.shape[1:])[columns]
+
+
+def quantizing(give: Give, model: CausalLM) -> Give:
+    """What ``give`` fills, and codes for the weights that the model keeps as such: of these it fills one at a time, whole, which is gone
+    when its codes are there. All that hold a weight must be given together."""
+    kept = {name for weight in model.quantized.values() for name in weight.kept}
+
+    @torch.no_grad()
+    def give_codes(tensors: Mapping[str, Tensor]) -> None:
+        give({name: tensor for name, tensor in tensors.items() if name not in kept})
+        for name, weight in model.quantized.items():
+            if name not in tensors:
+                continue
+            whole = torch.empty(weight.shape, dtype=weight.dtype, device=tensors[name].device)
+            give({name: whole})
+            for part, value in weight.quantize(whole).items():
+                local, where = local_part(tensors[part])
+                local.copy_(value[where])
+
+    return give_codes if kept else give
 
 
 def _chunks(first: int, last: int, name: str, seed: int, init: Init) -> Iterator[tuple[int, Tensor]]:

@@ -31,6 +31,7 @@ KINDS: dict[str, Kind] = {
     kind.name: kind
     for kind in (
         Kind("model", "architecture and size", "fw.kinds.model:ModelPlugin", None),
+        Kind("quantization", "bits of frozen weights", "fw.kinds.quantization:QuantizationPlugin", "none"),
         Kind("peft", "which small part trains", "fw.kinds.peft:PeftPlugin", "none"),
         Kind("attention", "how attention is computed", "fw.kinds.attention:AttentionPlugin", "sdpa"),
         Kind("data", "where tokens come from", "fw.kinds.data:DataPlugin", None),

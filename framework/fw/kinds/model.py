@@ -6,6 +6,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
@@ -114,6 +115,22 @@ class TensorPlan:
 
 
 @dataclass(frozen=True)
+class Quantized:
+    """A weight that is kept as codes.
+
+    Attributes:
+        shape, dtype: of the weight itself.
+        kept: names of the parameters that hold it, its own among them.
+        quantize: gives these parameters' values for the weight's, on any device.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    kept: tuple[str, ...]
+    quantize: Callable[[Tensor], Mapping[str, Tensor]]
+
+
+@dataclass(frozen=True)
 class Adapters:
     """What ``peft`` has made of a model: some parameters train, most of them added, and the others are a frozen base.
 
@@ -148,6 +165,9 @@ class CausalLM(nn.Module):
 
     adapters: Adapters | None = None
     """What ``peft`` has added; None where all of the model trains."""
+
+    quantized: Mapping[str, Quantized] = MappingProxyType({})
+    """Weights that ``quantization`` has replaced by codes, by name."""
 
     @property
     @abstractmethod
@@ -233,9 +253,11 @@ class CausalLM(nn.Module):
         return dict(self.named_parameters())
 
     def base(self) -> dict[str, Tensor]:
-        """Of :meth:`stored`, what the model has without adapters."""
+        """Of :meth:`stored`, what the model has without adapters; for what is quantized, the weight itself, without storage."""
         added = self.adapters.added if self.adapters is not None else {}
-        return {name: tensor for name, tensor in self.stored().items() if name not in added}
+        codes = {name for weight in self.quantized.values() for name in weight.kept}
+        found = {name: tensor for name, tensor in self.stored().items() if name not in added and name not in codes}
+        return found | {name: torch.empty(w.shape, dtype=w.dtype, device="meta") for name, w in self.quantized.items()}
 
 
 class ModelPlugin(Plugin):

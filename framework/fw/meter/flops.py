@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -23,29 +23,31 @@ class ModelFlops:
 
     lengths: NDArray[np.float64]
     per_token: NDArray[np.float64]
+    products: float
+    """Weights that a token is multiplied with."""
 
     @staticmethod
     def of(model: CausalLM, longest: int) -> ModelFlops:
-        """Of ``model`` whole, for sequences up to ``longest``.
-
-        Of weights that are frozen no gradient is computed: two operations per weight and token less.
-        """
+        """Of ``model`` whole and as it was built, for sequences up to ``longest``."""
         windows = {shape.window for shape in model.kv_shapes if shape.window is not None and shape.window < longest}
         lengths = sorted({1, longest, *windows})
-        spared = 2 * _frozen_in_products(model) if model.adapters is not None else 0.0
-        per_token = [model.flops_per_token(length) - spared for length in lengths]
-        return ModelFlops(np.array(lengths, np.float64), np.array(per_token, np.float64))
+        per_token = [model.flops_per_token(length) for length in lengths]
+        return ModelFlops(np.array(lengths, np.float64), np.array(per_token, np.float64), model.flops_per_token(0) / 6)
+
+    def with_adapters(self, model: CausalLM) -> ModelFlops:
+        """Of the model these are of, with its adapters: 6 operations per added weight and token, and of weights that are frozen 4, since
+        their gradient is not computed."""
+        if model.adapters is None:
+            return self
+        tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+        trained = {n: p.numel() for n, p in model.named_parameters() if p.requires_grad and p.dim() > 1 and id(p) not in tables}
+        added = sum(size for name, size in trained.items() if name in model.adapters.added)
+        frozen = self.products - (sum(trained.values()) - added)
+        return replace(self, per_token=self.per_token + 6 * added - 2 * frozen)
 
     def for_sequences(self, lengths: NDArray[np.int64]) -> float:
         """FLOPs of a step over sequences of these lengths, each of which sees itself only."""
         return float((lengths * np.interp(lengths, self.lengths, self.per_token)).sum())
-
-
-def _frozen_in_products(model: CausalLM) -> float:
-    """Frozen weights that a token is multiplied with."""
-    products = model.flops_per_token(0) / 6  # attention is in proportion to the length
-    tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    return products - sum(p.numel() for p in model.parameters() if p.requires_grad and p.dim() > 1 and id(p) not in tables)
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:

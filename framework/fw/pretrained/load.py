@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 
 from fw import registry
+from fw.checkpointing.placement import quantizing
 from fw.checkpointing.stream import SafetensorsWriter, Sized, index, size_bytes, split
 from fw.checkpointing.tensor_files import ADAPTER, TensorFiles, adapter_for, weights_for
 from fw.config import parse_size
@@ -24,9 +25,11 @@ from fw.kinds import KINDS
 from fw.kinds.attention import AttentionPlugin
 from fw.kinds.checkpoint import parts
 from fw.kinds.model import CausalLM, ModelPlugin
+from fw.kinds.quantization import QuantizationPlugin
 from fw.locate import ADAPTER_CONFIG, CONFIG, find, inside
 from fw.pretrained.directory import read_adapter_config
 from fw.pretrained.reading import peft_for
+from fw.registry import Plugin
 
 if TYPE_CHECKING:
     from fw.tokenizer import Tokenizer
@@ -41,6 +44,7 @@ def load_model(
     attention: str = "sdpa",
     model: str = "auto",
     adapter: str | Path | None = None,
+    quantization: str = "none",
 ) -> CausalLM:
     """The model of a directory in evaluation mode; ``model(ids)`` maps ids ``[B, L]`` to logits ``[B, L, V]``.
 
@@ -52,6 +56,7 @@ def load_model(
         dtype: of the parameters, whatever the files hold.
         attention: an attention plugin, by name.
         model: a model plugin that takes a ``path``: ``auto`` picks a reference architecture, ``hf`` runs transformers' own code.
+        quantization: a quantization plugin, by name: weights are quantized one after another as they are read.
         adapter: directory of an adapter of the model at ``path``, of fw's or peft's; it stays beside the weights.
 
     Raises:
@@ -67,23 +72,28 @@ def load_model(
             raise UserError(f"{found / ADAPTER_CONFIG} names no base; give the base, and the adapter with it")
     plugin = model_cls(model_cls.Config(path=str(path)))
     assert isinstance(plugin, ModelPlugin) and plugin.weights is not None
-    kind = KINDS["attention"]
-    attention_cls = registry.load("attention", attention, kind.load_contract(), kind.apis)
-    chosen = attention_cls(attention_cls.Config())
-    assert isinstance(chosen, AttentionPlugin)
+    chosen, quantized = _default("attention", attention), _default("quantization", quantization)
+    assert isinstance(chosen, AttentionPlugin) and isinstance(quantized, QuantizationPlugin)
     assert plugin.vocab_size is not None, "config.json says it, or transformers' default does"
     with torch.device("meta"):
         made = plugin.build(plugin.vocab_size, 1, chosen)
+        made.quantized = quantized.apply(made, dtype)
         if adapter is not None:
             directory = find(adapter, ADAPTER_CONFIG)
             made.adapters = peft_for(directory).apply(made)
         made.to(dtype)
     made.materialise(torch.device(device))
-    tensors = made.stored()
-    weights_for(TensorFiles(plugin.weights), made)(made.base())
+    tensors, added = made.stored(), made.adapters.added if made.adapters is not None else {}
+    quantizing(weights_for(TensorFiles(plugin.weights), made), made)({n: t for n, t in tensors.items() if n not in added})
     if adapter is not None:
         adapter_for(TensorFiles(directory, ADAPTER), made)(tensors)
     return made.eval()
+
+
+def _default(kind: str, name: str) -> Plugin:
+    """A plugin with its default options."""
+    cls = registry.load(kind, name, KINDS[kind].load_contract(), KINDS[kind].apis)
+    return cls(cls.Config())
 
 
 def save_model(

@@ -39,6 +39,7 @@ from fw.kinds.offload import OffloadPlugin
 from fw.kinds.optimizer import OptimizerPlugin
 from fw.kinds.peft import PeftPlugin
 from fw.kinds.precision import PrecisionPlugin
+from fw.kinds.quantization import QuantizationPlugin
 from fw.kinds.schedule import SchedulePlugin
 from fw.kinds.sharding import REPLICATE, SHARD, TENSOR, ShardingPlugin, StepSpec
 from fw.place import Place, place
@@ -57,6 +58,7 @@ class Recipe:
 
     config: Config
     model: ModelPlugin
+    quantization: QuantizationPlugin
     peft: PeftPlugin
     attention: AttentionPlugin
     data: DataPlugin

@@ -1,1 +1,1 @@
-"""Which small part of a model trains."""
+"""Plugins of kind ``peft``."""

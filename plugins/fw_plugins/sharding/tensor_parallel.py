@@ -72,6 +72,8 @@ def check(model: CausalLM, ranks: int, length: int) -> None:
     plan = model.whole_tensor_plan()
     if plan is None:
         raise UserError(f"sharding.tensor: {type(model).__name__} has no plan for dividing its layers; use a reference model, or tensor: 1")
+    if model.quantized:
+        raise UserError("sharding.tensor: quantization keeps codes of whole layers, which ranks cannot divide; use tensor: 1")
     if model.adapters is not None and (because := model.adapters.whole_layers_because):
         raise UserError(f"sharding.tensor: peft does not divide layers between ranks, because {because}; use tensor: 1")
     for name, module in model.named_modules():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -42,15 +43,16 @@ def _partitioned(parameter: nn.Parameter, engine: Any, device: torch.device) -> 
 
 
 @torch.no_grad()
-def fill_frozen(parameter: Any, name: str, shape: torch.Size, give: Give) -> None:
-    """Values for a parameter that does not train: whole, or in stage 3 the piece of it that this rank keeps."""
-    if not hasattr(parameter, "ds_tensor"):
-        give({name: parameter.data})
-        return
-    kept = parameter.ds_tensor
-    whole = torch.empty(shape, dtype=kept.dtype, device=kept.device)
-    give({name: whole})
-    start = parameter.ds_zero_partition_rank * parameter.partition_numel()
-    own = whole.view(-1)[start : start + kept.numel()]
-    kept.data.zero_()
-    kept.data[: own.numel()].copy_(own)
+def fill_frozen(frozen: Mapping[str, tuple[Any, torch.Size]], give: Give) -> None:
+    """Values for parameters that do not train, given with the shapes of the whole: in stage 3 the pieces that this rank keeps."""
+    give({name: parameter.data for name, (parameter, _) in frozen.items() if not hasattr(parameter, "ds_tensor")})
+    for name, (parameter, shape) in frozen.items():
+        if not hasattr(parameter, "ds_tensor"):
+            continue
+        kept = parameter.ds_tensor
+        whole = torch.empty(shape, dtype=kept.dtype, device=kept.device)
+        give({name: whole})
+        start = parameter.ds_zero_partition_rank * parameter.partition_numel()
+        own = whole.view(-1)[start : start + kept.numel()]
+        kept.data.zero_()
+        kept.data[: own.numel()].copy_(own)

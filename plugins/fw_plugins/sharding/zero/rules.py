@@ -35,6 +35,10 @@ def check(config: ZeroConfig, spec: StepSpec, model: CausalLM, ranks: int) -> No
     _options(config, spec)
     if spec.offload.params == "nvme" and any(not p.requires_grad for p in model.parameters()):
         raise UserError("offload.params: DeepSpeed brings to the disk what it trains, and this model is frozen in part; use cpu")
+    if config.stage == 3 and model.quantized:
+        raise UserError(
+            "sharding.stage: 3 does not divide codes of weights (DeepSpeed gathers one dtype); use stage 2 or 1, or sharding=fsdp"
+        )
     if config.stage == 3 and model.adapters is not None and model.adapters.row_norms:
         raise UserError("sharding.stage: 3 has no whole rows of a weight when dora takes their norms; use stage 2 or 1, or sharding=fsdp")
     if config.zero_hpz_partition_size is not None and ranks % config.zero_hpz_partition_size:

@@ -114,8 +114,7 @@ class ZeroStepper(Stepper):
     def fill(self, give: Give) -> None:
         """Give the master weights their values, and forward what it sees of them; frozen ones have no other. Collective."""
         flats = self._flats
-        for name, (parameter, shape) in self._frozen.items():
-            fill_frozen(parameter, name, shape, give)
+        fill_frozen(self._frozen, give)
         for group, fragments in enumerate(flats.fragments):
             with flats.opened(group, written=True) as (flat, _):
                 flat.data.zero_()  # what pads the last rank's part

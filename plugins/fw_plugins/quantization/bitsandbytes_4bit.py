@@ -1,0 +1,91 @@
+"""nf4 and fp4."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from fw.errors import UserError
+from fw.kinds.model import CausalLM, Quantized
+from fw.kinds.quantization import QuantizationPlugin
+from fw.registry import Conflicts
+from fw_plugins.quantization.four_bits import FourBitLinear, Layout, load_kernels
+
+_BLOCKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
+
+
+@dataclass
+class FourBitConfig:
+    """How values become codes, and where."""
+
+    block_size: int = 64
+    """Values that share a scale: smaller ones are more accurate, and keep more scales (4 bytes each, with double quantization 1)."""
+    double_quantization: bool = True
+    """Keep the scales in 8 bits: 0.516 bytes per weight instead of 0.5625 (with blocks of 64)."""
+    skip: list[str] = field(default_factory=lambda: ["*lm_head", "*.gate"])
+    """Linear layers that keep their weights, by name, where `*` stands for anything. By default the head and the routers of experts."""
+
+    def __post_init__(self) -> None:
+        if self.block_size not in _BLOCKS:
+            raise UserError(f"quantization.block_size: {self.block_size} is not among {', '.join(map(str, _BLOCKS))}")
+
+
+class NF4(QuantizationPlugin):
+    """Linear layers keep 4-bit NormalFloat codes (bitsandbytes): about a quarter of bf16's bytes; weights exist one layer at a time."""
+
+    api = 1
+    Config = FourBitConfig
+    config: FourBitConfig
+    packages = {"bitsandbytes": "fw[bitsandbytes]"}  # noqa: RUF012
+    conflicts = (
+        Conflicts("peft", ("none",), "codes do not train; choose what does, as peft=lora"),
+        Conflicts("peft", ("dora",), "the norms of rows are of the weights, which are not kept; use peft=lora"),
+        Conflicts("precision", ("fp8",), "its products would be of weights that are not kept; use precision=bf16"),
+    )
+    quant_type: ClassVar[str] = "nf4"
+
+    def apply(self, model: CausalLM, compute: torch.dtype) -> Mapping[str, Quantized]:
+        """Every linear layer but those to skip."""
+        load_kernels()
+        c = self.config
+        found: dict[str, Quantized] = {}
+        for name, linear in list(_linears(model)):
+            if any(fnmatchcase(name, pattern) for pattern in c.skip):
+                continue
+            features = (linear.out_features, linear.in_features)
+            if features[1] % 2:
+                raise UserError(f"quantization.skip: {name} has {features[1]} features, an odd number, and codes go by two; skip it")
+            linear.__class__ = FourBitLinear
+            assert isinstance(linear, FourBitLinear)
+            linear.layout = layout = Layout(features, self.quant_type, c.block_size, c.double_quantization)
+            keys = layout.kept()
+            for key, (shape, dtype) in keys.items():
+                linear.register_parameter(key, nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False))
+            found[f"{name}.weight"] = Quantized(features, compute, tuple(f"{name}.{key}" for key in keys), _Quantize(name, layout))
+        if not found:
+            raise UserError("quantization.skip: no linear layer is left; use quantization=none")
+        return found
+
+
+class FP4(NF4):
+    """Linear layers keep 4-bit floating-point codes (bitsandbytes): as many bytes as nf4, less accurate for weights as they usually are."""
+
+    quant_type = "fp4"
+
+
+@dataclass(frozen=True)
+class _Quantize:
+    name: str
+    layout: Layout
+
+    def __call__(self, weight_OI: Tensor) -> dict[str, Tensor]:
+        return {f"{self.name}.{key}": value for key, value in self.layout.quantize(weight_OI).items()}
+
+
+def _linears(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
+    return ((name, module) for name, module in model.named_modules() if type(module) is nn.Linear)

@@ -1,0 +1,136 @@
+"""A linear layer whose weight is 4-bit codes, in the layout of bitsandbytes, by its kernels.
+
+A block is 64 values (or another power of two) of the flattened weight and keeps one scale, its largest magnitude; a code is the nearest of
+16 numbers (Dettmers et al. 2023, https://arxiv.org/abs/2305.14314, sections 2 and 3). With double quantization the scales, less their mean,
+are 8-bit codes themselves, in blocks of 256 with a scale each: 0.516 bytes per weight, else 0.5625.
+
+All that is kept is of an integer dtype: what casts a model's parameters leaves it alone. fp32 numbers are kept as their bits.
+
+Shape suffixes: O features out, I features in, N blocks, M blocks of their scales.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses import FakeTensor
+
+NESTED_BLOCK = 256
+ABSMAX, NESTED, OFFSET = "weight_absmax", "weight_nested", "weight_offset"
+
+
+def load_kernels() -> None:
+    """Register bitsandbytes' operators; it tells of kernels that it looks for on a hub, and that are not needed here."""
+    logger = logging.getLogger("bitsandbytes")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        importlib.import_module("bitsandbytes")
+    finally:
+        logger.setLevel(level)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a weight ``[O, I]`` is kept.
+
+    Attributes:
+        features: O and I.
+        quant_type: ``nf4`` or ``fp4``.
+        block: values that share a scale.
+        nested: whether scales are codes, too.
+    """
+
+    features: tuple[int, int]
+    quant_type: str
+    block: int
+    nested: bool
+
+    def kept(self) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Shapes and dtypes of a layer's parameters, by name."""
+        out, into = self.features
+        blocks = -(-out * into // self.block)
+        codes = {"weight": ((out, into // 2), torch.uint8)}
+        if not self.nested:
+            return {**codes, ABSMAX: ((blocks,), torch.int32)}
+        scales = -(-blocks // NESTED_BLOCK)
+        return {**codes, ABSMAX: ((blocks,), torch.uint8), NESTED: ((scales,), torch.int32), OFFSET: ((1,), torch.int32)}
+
+    def quantize(self, weight_OI: Tensor) -> dict[str, Tensor]:
+        """What is kept of a weight."""
+        codes, absmax_N = torch.ops.bitsandbytes.quantize_4bit(weight_OI.contiguous(), self.block, self.quant_type, torch.uint8)
+        kept = {"weight": codes.view(self.features[0], -1)}
+        if not self.nested:
+            return {**kept, ABSMAX: absmax_N.view(torch.int32)}
+        offset = absmax_N.mean()
+        inner_N, scales_M = torch.ops.bitsandbytes.quantize_blockwise(absmax_N - offset, _table(absmax_N), NESTED_BLOCK)
+        return {**kept, ABSMAX: inner_N, NESTED: scales_M.view(torch.int32), OFFSET: offset.view(1).view(torch.int32)}
+
+    def dequantize(self, kept: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
+        """``[O, I]`` of what :meth:`kept` names, in its order."""
+        codes, absmax_N, *nested = kept
+        if nested:
+            scales_M, offset = nested
+            table, scales_M = _table(absmax_N), scales_M.view(torch.float32)
+            absmax_N = torch.ops.bitsandbytes.dequantize_blockwise(absmax_N, scales_M, table, NESTED_BLOCK, torch.float32)
+            absmax_N += offset.view(torch.float32)
+        else:
+            absmax_N = absmax_N.view(torch.float32)
+        dense: Tensor = torch.ops.bitsandbytes.dequantize_4bit(codes, absmax_N, self.block, self.quant_type, self.features, dtype)
+        return dense
+
+
+class FourBitLinear(nn.Linear):
+    """``W x + b``, W given by codes. No gradient for W; that of x is computed from the codes again."""
+
+    layout: Layout
+    """What its parameters are: ``weight`` uint8 ``[O, I / 2]``, two codes a byte, the first in the high bits; scales beside it."""
+
+    def dense_weight(self, dtype: torch.dtype) -> Tensor:
+        """What the codes stand for, ``[O, I]``."""
+        return self.layout.dequantize(self._kept(), dtype)
+
+    def _kept(self) -> tuple[Tensor, ...]:
+        return tuple(getattr(self, name) for name in self.layout.kept())
+
+    def forward(self, x_I: Tensor) -> Tensor:
+        """``[…, I]`` → ``[…, O]``."""
+        device = x_I.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x_I.dtype
+        out_O: Tensor = _Product.apply(x_I.to(dtype), self.layout, *self._kept())
+        return out_O if self.bias is None else out_O + self.bias.to(dtype)
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_I: Tensor, layout: Layout, *kept: Tensor) -> Tensor:
+        ctx.layout, ctx.dtype = layout, x_I.dtype
+        ctx.save_for_backward(*kept)
+        return F.linear(x_I, layout.dequantize(kept, x_I.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, grad_O: Tensor) -> tuple[Tensor | None, ...]:
+        kept = ctx.saved_tensors
+        grad_I = grad_O @ ctx.layout.dequantize(kept, ctx.dtype) if ctx.needs_input_grad[0] else None
+        return grad_I, None, *(None for _ in kept)
+
+
+_tables: dict[torch.device, Tensor] = {}
+
+
+def _table(scales: Tensor) -> Tensor:
+    """The 256 numbers that a scale's code stands for, where the scales are."""
+    if isinstance(scales, FakeTensor):  # of a plan, which must not be kept
+        return torch.empty(256, device=scales.device)
+    if scales.device not in _tables:
+        from bitsandbytes.functional import create_dynamic_map
+
+        _tables[scales.device] = create_dynamic_map().to(scales.device)
+    return _tables[scales.device]
