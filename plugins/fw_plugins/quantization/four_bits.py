@@ -15,6 +15,7 @@ import importlib
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -32,7 +33,9 @@ def load_kernels() -> None:
     level = logger.level
     logger.setLevel(logging.ERROR)
     try:
-        importlib.import_module("bitsandbytes")
+        with torch.device("cpu"):  # models are built on the meta device, where tensors that a module makes for itself would be lost
+            importlib.import_module("bitsandbytes")
+            _numbers()
     finally:
         logger.setLevel(level)
 
@@ -127,10 +130,16 @@ _tables: dict[torch.device, Tensor] = {}
 
 def _table(scales: Tensor) -> Tensor:
     """The 256 numbers that a scale's code stands for, where the scales are."""
-    if isinstance(scales, FakeTensor):  # of a plan, which must not be kept
-        return torch.empty(256, device=scales.device)
-    if scales.device not in _tables:
-        from bitsandbytes.functional import create_dynamic_map
+    # A plan's has no values, and ends with the plan.
+    tables = vars(scales.fake_mode).setdefault("fw_tables", {}) if isinstance(scales, FakeTensor) else _tables
+    if scales.device not in tables:
+        tables[scales.device] = torch.tensor(_numbers(), device=scales.device)
+    table: Tensor = tables[scales.device]
+    return table
 
-        _tables[scales.device] = create_dynamic_map().to(scales.device)
-    return _tables[scales.device]
+
+@cache
+def _numbers() -> tuple[float, ...]:
+    from bitsandbytes.functional import create_dynamic_map
+
+    return tuple(create_dynamic_map().tolist())
