@@ -19,12 +19,17 @@ from fw.planning.plan import plan
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / "configs/published"
-TITAN, TUNE = "torchtitan-llama3.1-8b", "torchtune-llama3.2-3b"
+TITAN, TUNE, TUNE_LORA = "torchtitan-llama3.1-8b", "torchtune-llama3.2-3b", "torchtune-llama3.1-8b-lora"
 H100_96GB = str(Path(__file__).with_name("h100_96gb.yaml"))
 CHUNKS = ("objective.chunk_tokens=1024",)
 FULL = (*CHUNKS, "activation=full")
 FUSED = (*FULL, "optimizer.in_backward=true")
 OFFLOADED = (*FUSED, "offload.activations=cpu")
+
+ADAPTERS = "peft={name: lora, rank: 64, alpha: 128, targets: [q_proj, v_proj, o_proj, gate_proj, up_proj, down_proj]}"
+LORA = (*FULL, "offload.activations=cpu", ADAPTERS)
+NF4 = "quantization={name: nf4, skip: ['*lm_head', '*k_proj']}"  # torchtune quantizes what has an adapter
+ON_EIGHT = ("model=llama3.1-70b", "peft.rank=16", "sharding=fsdp", "train.global_batch_size=16")
 
 REPORT = "https://github.com/pytorch/torchtitan/blob/main/benchmarks/llama3_h100_202412_torchtitan.md"
 
@@ -47,7 +52,9 @@ most ("active").
   8 B case was compiled, too.
 - 8-bit AdamW is planned as fw computes it: it takes a parameter at a time to fp32, which for an embedding of 394 M values is more than
   bitsandbytes' kernel does. `paged_adamw_8bit` is bitsandbytes', whose state lies in host memory until it is needed.
-- Not planned yet: LoRA and QLoRA of the same tables, and cases whose description does not say how long sequences are.
+- Its LoRA and QLoRA were compiled, too. The layers with adapters, and their ranks, are those of its recipes; adapters are in bf16, and what has
+  none (keys, embeddings, head) is not quantized.
+- Not planned: its 405 B by QLoRA, whose recipe has another batch than the table says, and cases that do not say how long sequences are.
 """
 
 
@@ -79,6 +86,11 @@ CASES = [
     Case("+ update in backward", TUNE, "a100-80gb", "A100", 23.1, FUSED),
     Case("+ activations on the host", TUNE, "a100-80gb", "A100", 21.8, OFFLOADED),
     Case("+ 8-bit AdamW", TUNE, "a100-80gb", "A100", 17.6, (*OFFLOADED, "optimizer.name=adamw_8bit")),
+    Case("recomputed, activations on the host, LoRA", TUNE, "a100-80gb", "A100", 8.5, LORA),
+    Case("the same, QLoRA", TUNE, "a100-80gb", "A100", 4.6, (*LORA, NF4)),
+    Case("torchtune, 8 B, LoRA", TUNE_LORA, "rtx4090", "RTX 4090", 16.2),
+    Case("torchtune, 8 B, QLoRA", TUNE_LORA, "rtx4090", "RTX 4090", 7.4, (NF4,)),
+    Case("torchtune, 70 B, LoRA, FSDP on 8", TUNE_LORA, "a100-80gb", "8 × A100", 27.6, ON_EIGHT, 8),
 ]
 
 
