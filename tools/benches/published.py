@@ -52,8 +52,8 @@ most ("active").
   8 B case was compiled, too.
 - 8-bit AdamW is planned as fw computes it: it takes a parameter at a time to fp32, which for an embedding of 394 M values is more than
   bitsandbytes' kernel does. `paged_adamw_8bit` is bitsandbytes', whose state lies in host memory until it is needed.
-- Its LoRA and QLoRA were compiled, too. The layers with adapters, and their ranks, are those of its recipes; adapters are in bf16, and what has
-  none (keys, embeddings, head) is not quantized.
+- Its LoRA and QLoRA were compiled, too. The layers with adapters, and their ranks, are those of its recipes; adapters are in bf16, and
+  what has none (keys, embeddings, head) is not quantized.
 - Not planned: its 405 B by QLoRA, whose recipe has another batch than the table says, and cases that do not say how long sequences are.
 """
 
