@@ -17,6 +17,32 @@ CASES = {
     "bf16, micro-batches": ["precision=bf16", "train.micro_batch_size=2"],
     "bf16_true, adamw_bf16, full": ["precision=bf16_true", "optimizer=adamw_bf16", "activation=full"],
     "chunked loss, tied": ["objective.chunk_tokens=64", "model.tie_word_embeddings=true"],
+    "tied, few tokens": [
+        "model.tie_word_embeddings=true",
+        "model.hidden_size=256",
+        "train.global_batch_size=1",
+        "train.micro_batch_size=1",
+        "train.sequence_length=8",
+    ],
+    "tied, few tokens, bf16": [
+        *(
+            "model.tie_word_embeddings=true",
+            "model.hidden_size=256",
+            "train.global_batch_size=1",
+            "train.micro_batch_size=1",
+            "train.sequence_length=8",
+        ),
+        "precision=bf16",
+    ],
+    "adamw_8bit, few tokens": [
+        *(
+            "optimizer=adamw_8bit",
+            "model.hidden_size=256",
+            "train.global_batch_size=1",
+            "train.micro_batch_size=1",
+            "train.sequence_length=8",
+        )
+    ],
     "selective, adamw_8bit": ["activation=selective", "optimizer=adamw_8bit", "train.micro_batch_size=4"],
     "sqrt, lion": ["activation=sqrt", "optimizer=lion", "model.num_hidden_layers=4"],
     "in backward": ["train.micro_batch_size=8", "optimizer.in_backward=true", "train.gradient_clip_norm=0"],

@@ -1,7 +1,7 @@
 """Where autograd sums up gradients, and whether it takes new memory for that.
 
-A tensor that several operations use gets the sum of their gradients. Autograd's engine adds in place where nothing else refers to one of
-the two, but never under a dispatch mode or on a tensor subclass (``InputBuffer::accumulate`` and ``can_accumulate_inplace`` of
+A tensor that several operations use gets the sum of their gradients. Autograd's engine adds to what came first, in place where nothing else
+refers to it, but never under a dispatch mode or on a tensor subclass (``InputBuffer::accumulate`` and ``can_accumulate_inplace`` of
 torch/csrc/autograd/input_buffer.cpp): there a sum takes memory that training does not.
 """
 
@@ -55,10 +55,13 @@ class Sums:
         """What the engine would add to; None where it would not, or where it is not the engine that asks."""
         if func is not _add.Tensor or torch.is_grad_enabled() or not _engine_asks() or len(args) != 2:
             return None
-        return next((tensor for tensor in args if self._is_nobody_elses(tensor)), None)
+        first: Tensor = args[0]  # what came before; the engine asks nothing of what is added to it
+        return first if self._is_nobody_elses(first) else None
 
     def _is_nobody_elses(self, tensor: Any) -> bool:
         if not isinstance(tensor, FakeTensor) or tensor._use_count() > references():  # type: ignore[attr-defined]
+            return False
+        if tensor._is_view():  # which keeps the tensor it is a view of, and so its memory has two
             return False
         return self._tensors[tensor.untyped_storage()._cdata] == 1 and _is_dense(tensor)
 

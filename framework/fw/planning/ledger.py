@@ -25,6 +25,7 @@ from fw.planning.flags import Flags
 from fw.planning.gloo import Gloo
 from fw.planning.gpu import Gpu
 from fw.planning.in_place import Sums, references
+from fw.planning.kernels import momentary
 from fw.planning.nccl import Nccl
 from fw.planning.patches import converted_in_place, generator_states, sharding_found_out_in, sharding_remembered, watched_resize
 from fw.planning.roofline import Exchange, Work, exchange, work
@@ -157,6 +158,7 @@ class Ledger(TorchDispatchMode):
         if self.gpu is not None:
             kwargs = self.gpu.placed(args, kwargs)
         out = func(*args, **kwargs)
+        inside = self._inside(func, args, kwargs, out)
         if self._costs:
             self._cost(work(func, args, kwargs, out, lambda tensor: False))
         if self._rules.is_exchange(func._schema.name):
@@ -166,9 +168,22 @@ class Ledger(TorchDispatchMode):
         for tensor in self._own(out):
             self._saw(tensor, args[0] if func is _aten._to_copy.default else None)
             self._sums.saw(tensor)
+        for block in inside:
+            assert self._recording is not None
+            self._recording.history.went(block)
         if self.gpu is not None:
             self.gpu.ran(func, args, kwargs, out)
         return out
+
+    def _inside(self, func: Any, args: Any, kwargs: Any, out: Any) -> list[Block]:
+        """What an operator takes for itself until its results are there."""
+        if self._recording is None or self.gpu is not None:
+            return []
+        blocks = [Block(nbytes) for nbytes in momentary(func, args, kwargs, out)]
+        for block in blocks:
+            block.site = self._recording.site
+            self._recording.history.came(block)
+        return blocks
 
     def _cost(self, cost: Work | Exchange | None) -> None:
         if cost is not None and self._recording is not None:

@@ -58,7 +58,8 @@ def quantize(values_RC: Tensor, block: int, signed: bool) -> tuple[Tensor, Tenso
 def dequantize(codes_RC: Tensor, scales: Tensor, signed: bool) -> Tensor:
     """Values ``[R, C]`` in fp32."""
     table = _table(signed, codes_RC.device)
-    values = table[codes_RC.int()].view(*scales.shape, -1)
+    # Not by indexing, which on the CPU takes its indices as int64: twice the bytes of the values.
+    values = table.index_select(0, codes_RC.reshape(-1).int()).view(*scales.shape, -1)
     return values.mul_(scales.unsqueeze(-1)).view(codes_RC.shape)
 
 

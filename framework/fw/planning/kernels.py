@@ -1,0 +1,67 @@
+"""What the CPU's kernels take for themselves while they run, which no dispatch mode sees.
+
+- Element-wise operators compute in one dtype: an argument of another is copied into it, and a result that is to have another is computed
+  beside its place (``TensorIteratorBase::compute_types`` of aten/src/ATen/TensorIterator.cpp). GPUs convert as they read.
+- Reductions whose result has another dtype convert all of what they reduce first; of 16-bit floating-point numbers the mean is one of fp32
+  (``make_reduction`` and ``mean`` of aten/src/ATen/native/ReduceOps.cpp). ``logsumexp`` keeps the exponentials, ``any`` and ``all`` what is
+  not zero.
+- Indexing takes its indices as int64 (``expandTensors`` and ``make_info`` of aten/src/ATen/native/IndexingUtils.h and
+  TensorAdvancedIndexing.cpp).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+_aten = torch.ops.aten
+_PROMOTING = {
+    *("add", "sub", "mul", "div", "maximum", "minimum", "remainder", "fmod", "pow", "atan2"),
+    *("eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or", "addcmul", "addcdiv"),
+}
+_INDEXING = {"index", "index_put", "_unsafe_index", "_unsafe_index_put"}
+_REDUCING = {"sum", "nansum", "prod", "mean", "cumsum", "cumprod", "linalg_vector_norm", "norm"}
+_COMPARING = {"eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or"}
+
+
+def momentary(func: Any, args: Any, kwargs: Any, out: Any) -> list[int]:
+    """Bytes of each block that is there while the operator runs, besides what it takes and gives."""
+    namespace, _, name = func._schema.name.partition("::")
+    if namespace != "aten":
+        return []
+    in_place = name.endswith("_") and not name.endswith("__")
+    name = name.rstrip("_") if in_place else name
+    if name in _PROMOTING:
+        return _converted(name, args, kwargs, out)
+    if name in _REDUCING or name in ("any", "all", "logsumexp"):
+        return _reduced(name, args[0], out)
+    if name in _INDEXING:
+        return [8 * index.numel() for index in args[1] if isinstance(index, Tensor) and index.dtype == torch.int32]
+    return []
+
+
+def _reduced(name: str, source: Tensor, out: Tensor) -> list[int]:
+    if name == "logsumexp":
+        return [source.nbytes]
+    if name in ("any", "all"):
+        return [source.numel()] if source.dtype != torch.bool else []
+    computed = torch.float32 if name == "mean" and source.dtype.itemsize == 2 and out.dtype == source.dtype else out.dtype
+    return [source.numel() * computed.itemsize] if computed != source.dtype else []
+
+
+def _converted(name: str, args: Any, kwargs: Any, out: Any) -> list[int]:
+    given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    if not given or not isinstance(out, Tensor):
+        return []
+    common = given[0].dtype
+    for tensor in given[1:]:
+        common = torch.result_type(given[0], tensor) if tensor is given[1] else torch.promote_types(common, tensor.dtype)
+    if name == "div" and not (common.is_floating_point or common.is_complex) and kwargs.get("rounding_mode") is None:
+        common = torch.get_default_dtype()
+    found = [tensor.numel() * common.itemsize for tensor in given if tensor.dtype != common and tensor.dim()]
+    if out.dtype != common and name not in _COMPARING:
+        found.append(out.numel() * common.itemsize)
+    return found
