@@ -6,10 +6,19 @@ import signal
 import sys
 import threading
 import weakref
+from collections.abc import Iterator
 
 import pytest
 
 from fw.cli import interrupts
+
+
+@pytest.fixture(autouse=True)
+def interrupts_raise() -> Iterator[None]:
+    """Also where this process was started to ignore them, as shells do for what they put in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 class _Kept:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,18 @@ from fw.recipe import resolve
 CONFIGS = sorted((REPOSITORY / "configs").rglob("*.yaml"))
 
 
+BASE = {
+    "model_type": "llama",
+    **{"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 300},
+}
+
+
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
-def test_resolves(config: Path):
+def test_resolves(config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    base = tmp_path / "runs" / "quickstart"  # what configs begin from that fine-tune
+    base.mkdir(parents=True)
+    (base / "config.json").write_text(json.dumps(BASE))
+    monkeypatch.chdir(tmp_path)
     recipe = resolve(load(config))
     assert recipe.accumulation >= 1
 
