@@ -16,7 +16,11 @@ CONFIGS = sorted((REPOSITORY / "configs").rglob("*.yaml"))
 
 BASE = {
     "model_type": "llama",
-    **{"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 300},
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 300,
 }
 
 
