@@ -17,14 +17,13 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-_aten = torch.ops.aten
+_COMPARING = {"eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or"}
 _PROMOTING = {
-    *("add", "sub", "mul", "div", "maximum", "minimum", "remainder", "fmod", "pow", "atan2"),
-    *("eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or", "addcmul", "addcdiv"),
+    *("add", "sub", "mul", "div", "maximum", "minimum", "remainder", "fmod", "pow", "atan2", "addcmul", "addcdiv"),
+    *_COMPARING,
 }
 _INDEXING = {"index", "index_put", "_unsafe_index", "_unsafe_index_put"}
 _REDUCING = {"sum", "nansum", "prod", "mean", "cumsum", "cumprod", "linalg_vector_norm", "norm"}
-_COMPARING = {"eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or"}
 
 
 def momentary(func: Any, args: Any, kwargs: Any, out: Any) -> list[int]:

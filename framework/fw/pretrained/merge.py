@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fw.checkpointing.tensor_files import TensorFiles
+from fw.checkpointing.tensor_files import TensorFiles, adapter_name
 from fw.config import parse_size
 from fw.errors import UserError
 from fw.locate import ADAPTER_CONFIG, CONFIG, find
@@ -82,7 +82,7 @@ class Adapter:
             return found[1], found[2]
         if inner.endswith(_BASE_LAYER):  # peft keeps an embedding's own weights beside its change
             return inner.removesuffix(_BASE_LAYER), "base"
-        return inner.replace(".modules_to_save.default.", ".").replace(".modules_to_save.", "."), "whole"
+        return adapter_name(inner), "whole"
 
     def merged(self, target: str, weight: Tensor) -> Tensor:
         """The base's tensor with its change, in its dtype; sums are taken in fp32."""
