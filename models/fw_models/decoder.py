@@ -167,6 +167,16 @@ class Decoder(CausalLM):
         return list(self.layers)
 
     @property
+    def own_embedding(self) -> nn.Module | None:
+        """Unless it is the head, too."""
+        return None if self.lm_head is None else self.embed_tokens
+
+    @property
+    def own_head(self) -> nn.Module | None:
+        """Unless it is the embedding."""
+        return self.lm_head
+
+    @property
     def kv_shapes(self) -> Sequence[KVShape]:
         """Keys and values of each block."""
         c = self.config
@@ -190,11 +200,14 @@ class Decoder(CausalLM):
             if isinstance(x_BLD, tuple):
                 x_BLD, logits_BLE = x_BLD
                 routed.append(logits_BLE)
-        x_BLD = self.norm(x_BLD)
-        if readout is None:
-            return self.head(x_BLD)
-        head = LinearHead.of(self.lm_head or self.embed_tokens, self.final_softcap) or self.head
-        return readout(x_BLD, head, self.auxiliary_loss(routed, segments_BL) if self.training and routed else None)
+        auxiliary = self.auxiliary_loss(routed, segments_BL) if self.training and routed else None
+
+        def out(x_BLD: Tensor) -> Tensor:
+            if readout is None:
+                return self.head(x_BLD)
+            return readout(x_BLD, LinearHead.of(self.lm_head or self.embed_tokens, self.final_softcap) or self.head, auxiliary)
+
+        return self.around_head(self.norm(x_BLD), out)
 
     def embed(self, ids_BL: Tensor) -> Tensor:
         """``[B, L]`` → ``[B, L, D]``."""

@@ -161,6 +161,16 @@ class GPT2(CausalLM):
         return list(self.h)
 
     @property
+    def own_embedding(self) -> nn.Module | None:
+        """Unless it is the head, too."""
+        return None if self.lm_head is None else self.wte
+
+    @property
+    def own_head(self) -> nn.Module | None:
+        """Unless it is the embedding."""
+        return self.lm_head
+
+    @property
     def kv_shapes(self) -> Sequence[KVShape]:
         """Keys and values of each block."""
         return [KVShape(self.config.n_head, self.config.n_embd // self.config.n_head)] * self.config.n_layer
@@ -178,10 +188,13 @@ class GPT2(CausalLM):
         x_BLD = F.dropout(self.wte(ids_BL) + self.wpe(positions_BL), self.config.embd_pdrop, self.training)
         for block in self.h:
             x_BLD = block(x_BLD, plan)
-        x_BLD = self.ln_f(x_BLD)
-        if readout is None:
-            return self.head(x_BLD)
-        return readout(x_BLD, LinearHead.of(self.lm_head or self.wte) or self.head, None)
+
+        def out(x_BLD: Tensor) -> Tensor:
+            if readout is None:
+                return self.head(x_BLD)
+            return readout(x_BLD, LinearHead.of(self.lm_head or self.wte) or self.head, None)
+
+        return self.around_head(self.ln_f(x_BLD), out)
 
     def head(self, x_BLD: Tensor) -> Tensor:
         """``[…, D]`` → ``[…, V]``."""

@@ -30,6 +30,14 @@ def _tensors() -> dict[str, Tensor]:
     }
 
 
+def _chunk_cat(tensors: list[Tensor], number: int, dtype: torch.dtype) -> Tensor:
+    """As FSDP brings gradients together, a row per rank."""
+    length = sum(-(-tensor.shape[0] // number) * tensor[0].numel() for tensor in tensors)
+    out = torch.empty(number, length, dtype=dtype)
+    torch.ops.fsdp.chunk_cat(tensors, dim=0, num_chunks=number, out=out)
+    return out
+
+
 CASES: dict[str, Callable[..., Any]] = {
     "the same dtype": lambda wide, **_: wide + wide,
     "a number": lambda half, **_: half * 2,
@@ -65,6 +73,13 @@ CASES: dict[str, Callable[..., Any]] = {
     "logsumexp": lambda wide, **_: wide.logsumexp(-1),
     "index by int64": lambda row, ids, **_: row[ids],
     "index by int32": lambda row, short, **_: row[short],
+    "cat": lambda half, **_: torch.cat([half, half]),
+    "cat of bf16 and fp32": lambda wide, half, **_: torch.cat([half, wide]),
+    "cat of bf16 into fp32": lambda half, **_: torch.cat([half], out=torch.empty(ROWS, COLUMNS)),
+    "chunks": lambda half, **_: _chunk_cat([half], 4, torch.bfloat16),
+    "chunks in fp32": lambda half, **_: _chunk_cat([half], 4, torch.float32),
+    "chunks of rows that do not divide": lambda wide, row, **_: _chunk_cat([wide, row], 7, torch.float32),
+    "chunks of rows that do not divide, in fp32": lambda half, row, **_: _chunk_cat([half, row[:8].bfloat16()], 7, torch.float32),
     "index_select by int32": lambda row, short, **_: row.index_select(0, short.view(-1)),
 }
 

@@ -215,6 +215,19 @@ class CausalLM(nn.Module):
     def kv_shapes(self) -> Sequence[KVShape]:
         """What each block keeps of a token for generation."""
 
+    @property
+    def own_embedding(self) -> nn.Module | None:
+        """The embedding, where forward calls it once and nothing else uses its weights: a unit of sharding, as blocks are."""
+        return None
+
+    @property
+    def own_head(self) -> nn.Module | None:
+        """The output head, where nothing else uses its weights, and forward does so within :attr:`around_head` only: another unit."""
+        return None
+
+    around_head: Callable[[Tensor, Callable[[Tensor], Tensor]], Tensor] = staticmethod(lambda x_BLD, out: out(x_BLD))
+    """Makes what forward returns of the last hidden states, by a function that uses the head; sharding gathers the head meanwhile."""
+
     def hf_tensors(self, name: str) -> Sequence[HFTensor]:
         """The tensors of a Hugging Face checkpoint that together are the parameter called ``name``."""
         return (HFTensor(name),)

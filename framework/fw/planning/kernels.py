@@ -7,6 +7,8 @@
   not zero.
 - Indexing takes its indices as int64 (``expandTensors`` and ``make_info`` of aten/src/ATen/native/IndexingUtils.h and
   TensorAdvancedIndexing.cpp).
+- Concatenation into another dtype computes one tensor after another beside its place (``cat_out_cpu`` of TensorShape.cpp); FSDP's, of
+  gradients that are cut into one chunk per rank, copies those whose rows do not divide first, with zeros behind (``_pad_chunk``).
 """
 
 from __future__ import annotations
@@ -23,13 +25,14 @@ _PROMOTING = {
     *_COMPARING,
 }
 _INDEXING = {"index", "index_put", "_unsafe_index", "_unsafe_index_put"}
+_CHUNKS = {"chunk_cat", "_chunk_cat"}
 _REDUCING = {"sum", "nansum", "prod", "mean", "cumsum", "cumprod", "linalg_vector_norm", "norm"}
 
 
 def momentary(func: Any, args: Any, kwargs: Any, out: Any) -> list[int]:
     """Bytes of each block that is there while the operator runs, besides what it takes and gives."""
     namespace, _, name = func._schema.name.partition("::")
-    if namespace != "aten":
+    if namespace not in ("aten", "fsdp"):
         return []
     in_place = name.endswith("_") and not name.endswith("__")
     name = name.rstrip("_") if in_place else name
@@ -39,7 +42,33 @@ def momentary(func: Any, args: Any, kwargs: Any, out: Any) -> list[int]:
         return _reduced(name, args[0], out)
     if name in _INDEXING:
         return [8 * index.numel() for index in args[1] if isinstance(index, Tensor) and index.dtype == torch.int32]
+    if name in _CHUNKS:
+        return _chunks(*_bound(func, args, kwargs))
+    if name == "cat":
+        return _beside([(tensor.nbytes, tensor.dtype) for tensor in args[0]], out.dtype)
     return []
+
+
+def _bound(func: Any, args: Any, kwargs: Any) -> tuple[list[Tensor], int, int, Tensor | None]:
+    """Tensors, dimension, number of chunks and ``out`` of FSDP's concatenation."""
+    given = dict(zip((each.name for each in func._schema.arguments), args, strict=False)) | kwargs
+    return given["tensors"], given["dim"], given["num_chunks"], given.get("out")
+
+
+def _chunks(tensors: list[Tensor], dim: int, number: int, out: Tensor | None) -> list[int]:
+    padded, sizes = [], []
+    for tensor in tensors:
+        rows = tensor.shape[dim]
+        whole = tensor.nbytes // max(rows, 1) * -(-rows // number) * number
+        if rows % number:
+            padded.append(whole)
+        sizes.append((whole, tensor.dtype))
+    return padded + (_beside(sizes, out.dtype) if out is not None else [])
+
+
+def _beside(sizes: list[tuple[int, torch.dtype]], dtype: torch.dtype) -> list[int]:
+    """The largest of those, by bytes and dtype, that are to have another dtype: one is there at a time."""
+    return [max(others)] if (others := [nbytes for nbytes, own in sizes if own != dtype]) else []
 
 
 def _reduced(name: str, source: Tensor, out: Tensor) -> list[int]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -158,7 +159,7 @@ class FSDP(ShardingPlugin):
             tensor_parallel.parallelize(model, plan, tensor)
 
     def shard(self, model: CausalLM, mesh: DeviceMesh | None, spec: StepSpec) -> None:
-        """Each block is a unit; embedding, final norm and head form the last one."""
+        """Each block is a unit, and so are embedding and head where they do not share their weights; the rest forms the last one."""
         assert self._parameter_mesh is not None
         names = self._parameter_mesh.mesh_dim_names or ()
         data = self._parameter_mesh[tuple(name for name in names if name != TENSOR)]
@@ -166,10 +167,16 @@ class FSDP(ShardingPlugin):
         reshard = self.config.reshard_after_forward
         # Parameters on the host take gradients and the step with them. On the CPU they are there already.
         tier = CPUOffloadPolicy(pin_memory=True) if _on_host(spec) else OffloadPolicy()
+        unit = partial(fully_shard, mesh=data, mp_policy=dtypes, offload_policy=tier)
         for block in model.blocks:
-            fully_shard(block, mesh=data, mp_policy=dtypes, offload_policy=tier, reshard_after_forward=reshard)
+            unit(block, reshard_after_forward=reshard)
+        if (embedding := model.own_embedding) is not None:
+            looked_up = type(embedding) is nn.Embedding  # whose backward needs no weights
+            gathered = unit(embedding, reshard_after_forward=True if looked_up else reshard)
+            gathered.set_unshard_in_backward(not looked_up)
         # Backward begins where forward ended: giving the head back in between would only gather it twice.
-        fully_shard(model, mesh=data, mp_policy=dtypes, offload_policy=tier, reshard_after_forward=False)
+        alone = _head_alone(model, unit)
+        unit(model, reshard_after_forward=False, ignored_params=alone)
         model.register_forward_hook(_give_back)
         self._prefetch([block for block in model.blocks if isinstance(block, FSDPModule)])
 
@@ -248,6 +255,27 @@ def _size(mesh: DeviceMesh, name: str) -> int:
     """Ranks along a dimension; 1 where the mesh has no such."""
     names = mesh.mesh_dim_names or ()
     return mesh.size(names.index(name)) if name in names else 1
+
+
+class _Around(nn.Module):
+    """Gathers a module's weights around what uses them without calling it: hooks of FSDP2 are those of a call."""
+
+    def __init__(self, module: nn.Module, call: Callable[[Tensor, Callable[[Tensor], Tensor]], Tensor]) -> None:
+        super().__init__()
+        self.module = module
+        self.forward = call
+
+
+def _head_alone(model: CausalLM, unit: Callable[..., FSDPModule]) -> set[nn.Parameter]:
+    """Make a unit of the model's head, if it can be one; returns its parameters."""
+    if (head := model.own_head) is None:
+        return set()
+    around = _Around(head, model.around_head)
+    unit(around, reshard_after_forward=False)
+    del around.module  # the model has it under its own name
+    model.add_module("gathered_head", around)
+    model.around_head = around.__call__
+    return set(head.parameters())
 
 
 def _give_back(model: nn.Module, *_: object) -> None:

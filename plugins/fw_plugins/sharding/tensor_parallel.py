@@ -51,10 +51,13 @@ def parallelize(model: CausalLM, plan: TensorPlan, mesh: DeviceMesh) -> None:
             assert isinstance(module, nn.Embedding)
             module.forward = _VocabularyRows(module, mesh)  # type: ignore[method-assign, assignment]
     once = {id(p) for name, p in model.named_parameters() if _look_up(plan.once, name) is not None}
-    blocks = list(model.blocks)
-    for block in blocks:
-        block.forward = _on_local_parts(block.forward, list(block.modules()), once, mesh)
-    inside = {id(module) for block in blocks for module in block.modules()}
+    units = [*model.blocks, *filter(None, [model.own_embedding])]
+    for unit in units:
+        unit.forward = _on_local_parts(unit.forward, list(unit.modules()), once, mesh)
+    if (head := model.own_head) is not None:
+        model.around_head = _on_local_parts(model.around_head, list(head.modules()), once, mesh)
+        units.append(head)
+    inside = {id(module) for unit in units for module in unit.modules()}
     outside = [module for module in model.modules() if id(module) not in inside]
     forward = _on_local_parts(model.forward, outside, once, mesh)
     model.forward = _with_divided_logits(forward, model.vocab_size, mesh)  # type: ignore[method-assign]
