@@ -15,7 +15,7 @@ class Value(NamedTuple):
     sets: dict[str, Any]
 
 
-_PHASES = [{"from_step": 0, "compute": "bf16"}, {"from_step": 1, "compute": "fp32"}]
+_PHASES = [{"from_step": 0, "compute": "bf16"}, {"from_step": 2, "compute": "fp32"}]
 
 AXES: dict[str, dict[str, Value]] = {
     "sharding": {
@@ -33,6 +33,7 @@ AXES: dict[str, dict[str, Value]] = {
         "4k": Value(1, {"data.vocab_size": 4096}),
         "16k": Value(1, {"data.vocab_size": 16384}),
         "32k": Value(1, {"data.vocab_size": 32000}),
+        "50257": Value(1, {"data.vocab_size": 50257}),
     },
     "micro-batch": {str(n): Value(1, {"train.micro_batch_size": n}) for n in (1, 2, 4, 8)},
     "length": {str(n): Value(1, {"train.sequence_length": n}) for n in (128, 256, 384, 512, 768, 1024)},
@@ -113,6 +114,12 @@ class Drawn:
     def ranks(self) -> int:
         """Processes."""
         return _ranks(self.choices)
+
+    @property
+    def steps(self) -> int:
+        """That are to be measured: two of each phase, of which the second is like all later ones."""
+        precision = self.config["precision"]
+        return 2 + (precision["phases"][-1]["from_step"] if isinstance(precision, dict) else 0)
 
     def label(self) -> str:
         """The configuration in a line: the model, rows of a micro-batch × their tokens, and what is no default."""
@@ -237,7 +244,7 @@ def shape(name: str, vocabulary: int, size: float, chance: random.Random) -> tup
 
 
 def _gpt2(name: str, hidden: int, chance: random.Random) -> tuple[dict[str, Any], int]:
-    return {"name": name, "n_embd": hidden, "n_head": hidden // _HEAD}, 12 * hidden * hidden
+    return {"name": name, "n_embd": hidden, "n_head": hidden // _HEAD, "vocab_size": None}, 12 * hidden * hidden
 
 
 def _decoder(name: str, hidden: int, chance: random.Random) -> tuple[dict[str, Any], int]:
