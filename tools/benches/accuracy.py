@@ -106,7 +106,9 @@ def measured(drawn: Drawn, options: argparse.Namespace, commit: str) -> dict[str
             profiles = []
             for number in range(options.repeats if drawn.ranks > 1 else 1):
                 place = Path(directory) / f"profile-{number}"
-                done = fw("profile", str(file), "--json", "--steps", str(drawn.steps), "--timed", "0", directory=place, timeout=options.timeout)
+                done = fw(
+                    "profile", str(file), "--json", "--steps", str(drawn.steps), "--timed", "0", directory=place, timeout=options.timeout
+                )
                 if done.code != 0:
                     return {**entry, "outcome": "failed", "failure": f"fw profile ended with {done.code}: {done.sentence()}"}
                 profiles.append(json.loads(done.out))

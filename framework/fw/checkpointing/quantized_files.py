@@ -28,9 +28,12 @@ class QuantizedFiles(TensorFiles):
         self._plugin = plugin
         self._stored = plugin.stored(self.where)
         self._inner = dict(self.where)
-        beside = {name for names in self._stored.values() for name in names[1:]}
-        self.where = {name: file for name, file in self.where.items() if name not in beside}
-        self.files = {file: [name for name in names if name not in beside] for file, names in self.files.items()}
+        # A weight stands where the first of its tensors does.
+        called: dict[str, list[str]] = {part: [] for names in self._stored.values() for part in names}
+        for weight, names in self._stored.items():
+            called[names[0]] = [weight]
+        self.where = {name: file for part, file in self._inner.items() for name in called.get(part, [part])}
+        self.files = {file: [name for part in parts for name in called.get(part, [part])] for file, parts in self.files.items()}
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Of the weight itself."""

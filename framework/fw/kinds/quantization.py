@@ -75,7 +75,7 @@ class QuantizationPlugin(Plugin):
         raise NotImplementedError(f"{type(self).__name__} has no form in files")
 
     def stored(self, names: Collection[str]) -> Mapping[str, tuple[str, ...]]:
-        """Which of the tensors in files are quantized weights, and the names of all that each consists of, its own first."""
+        """Weights that files hold quantized, and the tensors that each consists of, its codes first."""
         raise NotImplementedError(f"{type(self).__name__} has no form in files")
 
     def open(self, name: str, read: Callable[[str], Tensor]) -> StoredWeight:

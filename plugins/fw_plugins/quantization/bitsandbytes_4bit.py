@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fw.errors import UserError
 from fw.kinds.model import CausalLM, Quantized
-from fw.kinds.quantization import QuantizationPlugin, StoredWeight
-from fw.registry import Conflicts
+from fw.kinds.quantization import StoredWeight
 from fw_plugins.quantization import bitsandbytes_files
-from fw_plugins.quantization.four_bits import FourBitLinear, Layout, Quantize, load_kernels
+from fw_plugins.quantization.coded import CodedLinears, left_whole
+from fw_plugins.quantization.four_bits import Layout, load_kernels
 
 _BLOCKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 
@@ -36,52 +35,26 @@ class FourBitConfig:
             raise UserError(f"quantization.block_size: {self.block_size} is not among {', '.join(map(str, _BLOCKS))}")
 
 
-class NF4(QuantizationPlugin):
+class NF4(CodedLinears):
     """Linear layers keep 4-bit NormalFloat codes (bitsandbytes): about a quarter of bf16's bytes; weights exist one layer at a time."""
 
     api = 1
     Config = FourBitConfig
     config: FourBitConfig
     packages = {"bitsandbytes": "fw[bitsandbytes]"}  # noqa: RUF012
-    conflicts = (
-        Conflicts("peft", ("none",), "codes do not train; choose what does, as peft=lora"),
-        Conflicts("peft", ("dora",), "the norms of rows are of the weights, which are not kept; use peft=lora"),
-        Conflicts("precision", ("fp8",), "its products would be of weights that are not kept; use precision=bf16"),
-    )
     hf_methods = ("bitsandbytes",)
     quant_type: ClassVar[str] = "nf4"
-
-    def __init__(self, config: FourBitConfig) -> None:
-        super().__init__(config)
-        self._in_files: frozenset[str] | None = None
 
     def apply(self, model: CausalLM, compute: torch.dtype) -> Mapping[str, Quantized]:
         """Every linear layer but those to skip."""
         load_kernels()
-        c = self.config
-        found: dict[str, Quantized] = {}
-        for name, linear in list(_linears(model)):
-            if self._skips(name, model):
-                continue
-            features = (linear.out_features, linear.in_features)
-            if features[1] % 2:
-                raise UserError(f"quantization.skip: {name} has {features[1]} features, an odd number, and codes go by two; skip it")
-            linear.__class__ = FourBitLinear
-            assert isinstance(linear, FourBitLinear)
-            linear.layout = layout = Layout(features, self.quant_type, c.block_size, c.double_quantization)
-            keys = layout.kept()
-            for key, (shape, dtype) in keys.items():
-                linear.register_parameter(key, nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False))
-            quantize = Quantize(name, layout)
-            found[f"{name}.weight"] = Quantized(features, compute, tuple(quantize.names().values()), quantize)
-        if not found:
-            raise UserError("quantization.skip: no linear layer is left; use quantization=none")
-        return found
+        return super().apply(model, compute)
 
-    def _skips(self, name: str, model: CausalLM) -> bool:
-        if self._in_files is not None:
-            return not any(of.name in self._in_files for of in model.hf_tensors(f"{name}.weight"))
-        return any(fnmatchcase(name, pattern) for pattern in self.config.skip)
+    def layout(self, name: str, features: tuple[int, int]) -> Layout:
+        """Two codes a byte."""
+        if features[1] % 2:
+            raise UserError(f"quantization.skip: {name} has {features[1]} features, an odd number, and codes go by two; skip it")
+        return Layout(features, self.quant_type, self.config.block_size, self.config.double_quantization)
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any], names: Collection[str]) -> NF4 | None:
@@ -95,7 +68,6 @@ class NF4(QuantizationPlugin):
 
     def hf_config(self, model: CausalLM) -> Mapping[str, Any]:
         """As transformers' BitsAndBytesConfig has it."""
-        kept = [f"{name}.weight" for name, _ in _linears(model)]
         compute = next(iter(model.quantized.values())).dtype
         return {
             "quant_method": "bitsandbytes",
@@ -105,7 +77,7 @@ class NF4(QuantizationPlugin):
             "bnb_4bit_use_double_quant": self.config.double_quantization,
             "bnb_4bit_compute_dtype": str(compute).removeprefix("torch."),
             "bnb_4bit_quant_storage": "uint8",
-            "llm_int8_skip_modules": [of.name.removesuffix(".weight") for name in kept for of in model.hf_tensors(name)],
+            "llm_int8_skip_modules": left_whole(model),
         }
 
     def stored(self, names: Collection[str]) -> Mapping[str, tuple[str, ...]]:
@@ -126,7 +98,3 @@ class FP4(NF4):
 
     hf_methods = ("bitsandbytes",)
     quant_type = "fp4"
-
-
-def _linears(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
-    return ((name, module) for name, module in model.named_modules() if type(module) is nn.Linear)

@@ -16,7 +16,8 @@ from torch import Tensor
 from fw.errors import UserError
 from fw.kinds.model import Quantized
 from fw.kinds.quantization import StoredWeight
-from fw_plugins.quantization.four_bits import ABSMAX, NESTED, NESTED_BLOCK, OFFSET, Layout, Quantize, load_kernels, tables
+from fw_plugins.quantization.coded import Quantize
+from fw_plugins.quantization.four_bits import ABSMAX, NESTED, NESTED_BLOCK, OFFSET, Layout, load_kernels, tables
 
 STATE = "quant_state.bitsandbytes__"
 _BESIDE = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
@@ -97,6 +98,7 @@ def written(name: str, weight: Quantized, values: Mapping[str, Tensor]) -> dict[
     """A weight's tensors, by name."""
     assert isinstance(weight.quantize, Quantize)
     layout = weight.quantize.layout
+    assert isinstance(layout, Layout)
     kept = {key: values[full].cpu() for key, full in weight.quantize.names().items()}
     table, nested_table = tables(layout.quant_type)
     state: dict[str, Any] = {

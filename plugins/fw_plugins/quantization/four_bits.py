@@ -1,10 +1,8 @@
-"""A linear layer whose weight is 4-bit codes, in the layout of bitsandbytes, by its kernels.
+"""Weights as 4-bit codes, in the layout of bitsandbytes, by its kernels.
 
 A block is 64 values (or another power of two) of the flattened weight and keeps one scale, its largest magnitude; a code is the nearest of
 16 numbers (Dettmers et al. 2023, https://arxiv.org/abs/2305.14314, sections 2 and 3). With double quantization the scales, less their mean,
 are 8-bit codes themselves, in blocks of 256 with a scale each: 0.516 bytes per weight, else 0.5625.
-
-All that is kept is of an integer dtype: what casts a model's parameters leaves it alone. fp32 numbers are kept as their bits.
 
 Shape suffixes: O features out, I features in, N blocks, M blocks of their scales.
 """
@@ -16,11 +14,9 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses import FakeTensor
 
 NESTED_BLOCK = 256
@@ -88,60 +84,6 @@ class Layout:
             absmax_N = absmax_N.view(torch.float32)
         dense: Tensor = torch.ops.bitsandbytes.dequantize_4bit(codes, absmax_N, self.block, self.quant_type, self.features, dtype)
         return dense
-
-
-@dataclass(frozen=True)
-class Quantize:
-    """Makes codes of the weight of a layer, called as its parameters are."""
-
-    name: str
-    layout: Layout
-
-    def __call__(self, weight_OI: Tensor) -> dict[str, Tensor]:
-        return self.named(self.layout.quantize(weight_OI))
-
-    def names(self) -> dict[str, str]:
-        """Of the parameters in the model, by what the layout calls them."""
-        return {key: f"{self.name}.{key}" for key in self.layout.kept()}
-
-    def named(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """By the model's names."""
-        return {name: values[key] for key, name in self.names().items()}
-
-
-class FourBitLinear(nn.Linear):
-    """``W x + b``, W given by codes. No gradient for W; that of x is computed from the codes again."""
-
-    layout: Layout
-    """What its parameters are: ``weight`` uint8 ``[O, I / 2]``, two codes a byte, the first in the high bits; scales beside it."""
-
-    def dense_weight(self, dtype: torch.dtype) -> Tensor:
-        """What the codes stand for, ``[O, I]``."""
-        return self.layout.dequantize(self._kept(), dtype)
-
-    def _kept(self) -> tuple[Tensor, ...]:
-        return tuple(getattr(self, name) for name in self.layout.kept())
-
-    def forward(self, x_I: Tensor) -> Tensor:
-        """``[…, I]`` → ``[…, O]``."""
-        device = x_I.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x_I.dtype
-        out_O: Tensor = _Product.apply(x_I.to(dtype), self.layout, *self._kept())
-        return out_O if self.bias is None else out_O + self.bias.to(dtype)
-
-
-class _Product(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_I: Tensor, layout: Layout, *kept: Tensor) -> Tensor:
-        ctx.layout, ctx.dtype = layout, x_I.dtype
-        ctx.save_for_backward(*kept)
-        return F.linear(x_I, layout.dequantize(kept, x_I.dtype))
-
-    @staticmethod
-    def backward(ctx: Any, grad_O: Tensor) -> tuple[Tensor | None, ...]:
-        kept = ctx.saved_tensors
-        grad_I = grad_O @ ctx.layout.dequantize(kept, ctx.dtype) if ctx.needs_input_grad[0] else None
-        return grad_I, None, *(None for _ in kept)
 
 
 def tables(quant_type: str) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,151 @@
+"""A linear layer whose weight is kept as codes, in whatever layout; and the plugin that makes layers keep them.
+
+All that is kept is of an integer dtype: what casts a model's parameters leaves it alone. fp32 numbers are kept as their bits.
+
+Shape suffixes: O features out, I features in.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fw.errors import UserError
+from fw.kinds.model import CausalLM, Quantized
+from fw.kinds.quantization import QuantizationPlugin
+from fw.registry import Conflicts
+
+CONFLICTS = (
+    Conflicts("peft", ("none",), "codes do not train; choose what does, as peft=lora"),
+    Conflicts("peft", ("dora",), "the norms of rows are of the weights, which are not kept; use peft=lora"),
+    Conflicts("precision", ("fp8",), "its products would be of weights that are not kept; use precision=bf16"),
+)
+
+
+class Layout(Protocol):
+    """How a weight ``[O, I]`` is kept."""
+
+    @property
+    def features(self) -> tuple[int, int]:
+        """O and I."""
+
+    def kept(self) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Shapes and dtypes of a layer's parameters, by name; ``weight`` first."""
+
+    def quantize(self, weight_OI: Tensor) -> dict[str, Tensor]:
+        """What is kept of a weight."""
+
+    def dequantize(self, kept: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
+        """``[O, I]`` of what :meth:`kept` names, in its order."""
+
+
+@dataclass(frozen=True)
+class Quantize:
+    """Makes codes of the weight of a layer, called as its parameters are."""
+
+    name: str
+    layout: Layout
+
+    def __call__(self, weight_OI: Tensor) -> dict[str, Tensor]:
+        return self.named(self.layout.quantize(weight_OI))
+
+    def names(self) -> dict[str, str]:
+        """Of the parameters in the model, by what the layout calls them."""
+        return {key: f"{self.name}.{key}" for key in self.layout.kept()}
+
+    def named(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """By the model's names."""
+        return {name: values[key] for key, name in self.names().items()}
+
+
+class CodedLinear(nn.Linear):
+    """``W x + b``, W given by codes. No gradient for W; that of x is computed from the codes again."""
+
+    layout: Layout
+    """What its parameters are: ``weight`` are codes, uint8; scales beside it."""
+
+    def dense_weight(self, dtype: torch.dtype) -> Tensor:
+        """What the codes stand for, ``[O, I]``."""
+        return self.layout.dequantize(self._kept(), dtype)
+
+    def _kept(self) -> tuple[Tensor, ...]:
+        return tuple(getattr(self, name) for name in self.layout.kept())
+
+    def forward(self, x_I: Tensor) -> Tensor:
+        """``[…, I]`` → ``[…, O]``."""
+        device = x_I.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x_I.dtype
+        out_O: Tensor = _Product.apply(x_I.to(dtype), self.layout, *self._kept())
+        return out_O if self.bias is None else out_O + self.bias.to(dtype)
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_I: Tensor, layout: Layout, *kept: Tensor) -> Tensor:
+        ctx.layout, ctx.dtype = layout, x_I.dtype
+        ctx.save_for_backward(*kept)
+        return F.linear(x_I, layout.dequantize(kept, x_I.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, grad_O: Tensor) -> tuple[Tensor | None, ...]:
+        kept = ctx.saved_tensors
+        grad_I = grad_O @ ctx.layout.dequantize(kept, ctx.dtype) if ctx.needs_input_grad[0] else None
+        return grad_I, None, *(None for _ in kept)
+
+
+class CodedLinears(QuantizationPlugin):
+    """Linear layers keep codes, but for those whose names match ``config.skip``; of files, those that have codes there."""
+
+    conflicts = CONFLICTS
+    _in_files: frozenset[str] | None = None
+    """Weights that the files have codes of; None where options say what is quantized."""
+
+    @abstractmethod
+    def layout(self, name: str, features: tuple[int, int]) -> Layout:
+        """Of a layer's weight.
+
+        Raises:
+            UserError: the options do not fit it.
+        """
+
+    def apply(self, model: CausalLM, compute: torch.dtype) -> Mapping[str, Quantized]:
+        """Every linear layer but those to skip."""
+        found: dict[str, Quantized] = {}
+        for name, linear in list(linears(model)):
+            if self._skips(name, model):
+                continue
+            features = (linear.out_features, linear.in_features)
+            layout = self.layout(name, features)
+            linear.__class__ = CodedLinear
+            assert isinstance(linear, CodedLinear)
+            linear.layout = layout
+            for key, (shape, dtype) in layout.kept().items():
+                linear.register_parameter(key, nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False))
+            quantize = Quantize(name, layout)
+            found[f"{name}.weight"] = Quantized(features, compute, tuple(quantize.names().values()), quantize)
+        if not found:
+            raise UserError("quantization.skip: no linear layer is left; use quantization=none")
+        return found
+
+    def _skips(self, name: str, model: CausalLM) -> bool:
+        if self._in_files is not None:
+            return not any(of.name in self._in_files for of in model.hf_tensors(f"{name}.weight"))
+        skip: list[str] = getattr(self.config, "skip", [])
+        return any(fnmatchcase(name, pattern) for pattern in skip)
+
+
+def linears(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
+    """Plain ones, with their names."""
+    return ((name, module) for name, module in model.named_modules() if type(module) is nn.Linear)
+
+
+def left_whole(model: CausalLM) -> list[str]:
+    """Linear layers that keep their weights, as a model's files call them."""
+    return [of.name.removesuffix(".weight") for name, _ in linears(model) for of in model.hf_tensors(f"{name}.weight")]

@@ -1,0 +1,154 @@
+"""Grouped integers in files, in the ``pack-quantized`` form of compressed-tensors, which transformers and vLLM read.
+
+Of ``X.weight`` there are ``X.weight_packed``, 32-bit words of codes ``[O, I · bits / 32]``, the first code in the low bits;
+``X.weight_scale`` ``[O, G]``; ``X.weight_shape``, O and I; and, where codes are asymmetric, ``X.weight_zero_point``, packed along O.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fw.errors import UserError
+from fw.kinds.model import Quantized
+from fw.kinds.quantization import StoredWeight
+from fw_plugins.quantization.coded import Quantize
+from fw_plugins.quantization.grouped import SCALE, ZERO, Grouped, pack, unpack
+
+METHOD, FORM = "compressed-tensors", "pack-quantized"
+_PACKED, _SHAPE, _ORDER = "_packed", "_shape", "_g_idx"
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """What a ``quantization_config`` says of weights; ``group_size`` -1 for whole rows."""
+
+    bits: int
+    group_size: int
+    symmetric: bool
+
+
+def scheme(config: Mapping[str, Any], names: Collection[str]) -> Scheme | None:
+    """None where it is another form, or something besides weights is quantized, or groups are no neighbours."""
+    groups = list((config.get("config_groups") or {}).values())
+    if config.get("format") != FORM or len(groups) != 1 or any(name.endswith(_ORDER) for name in names):
+        return None
+    weights = groups[0].get("weights") or {}
+    if groups[0].get("input_activations") or config.get("kv_cache_scheme") or weights.get("type") != "int":
+        return None
+    strategy = weights.get("strategy")
+    if strategy not in ("group", "channel"):
+        return None
+    size = int(weights["group_size"]) if strategy == "group" else -1
+    return Scheme(int(weights.get("num_bits", 0)), size, bool(weights.get("symmetric", True)))
+
+
+def written_config(found: Scheme, whole: list[str]) -> dict[str, Any]:
+    """The ``quantization_config`` of a model, of which the linear layers ``whole`` keep their weights."""
+    weights = {
+        "num_bits": found.bits,
+        "type": "int",
+        "symmetric": found.symmetric,
+        "strategy": "channel" if found.group_size == -1 else "group",
+        "group_size": None if found.group_size == -1 else found.group_size,
+        "dynamic": False,
+        "observer": "minmax",
+        "actorder": None,
+        "block_structure": None,
+    }
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
+    return {
+        "quant_method": METHOD,
+        "format": FORM,
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": sorted({*whole, "lm_head"}),  # which is a layer of its own there, also where its weights are the embedding's
+        "kv_cache_scheme": None,
+        "global_compression_ratio": None,
+    }
+
+
+def stored(names: Collection[str]) -> dict[str, tuple[str, ...]]:
+    """Weights, and the names of all their tensors."""
+    found = {}
+    for name in names:
+        if name.endswith(f".weight{_PACKED}"):
+            weight = name.removesuffix(_PACKED)
+            beside = (_beside(weight, SCALE), f"{weight}{_SHAPE}", _beside(weight, ZERO))
+            found[weight] = (name, *(part for part in beside if part in names))
+    return found
+
+
+def _beside(weight: str, key: str) -> str:
+    return f"{weight.removesuffix('weight')}{key}"
+
+
+class PackedWeight(StoredWeight):
+    """One of them. What it is made of is read when it is asked for.
+
+    Raises:
+        UserError: its tensors do not fit one another.
+    """
+
+    def __init__(self, name: str, bits: int, symmetric: bool, read: Callable[[str], Tensor]) -> None:
+        self._name, self._read = name, read
+        self._scale_OG = read(_beside(name, SCALE))
+        shape = tuple(int(size) for size in read(f"{name}{_SHAPE}").tolist())
+        rows, groups = self._scale_OG.shape
+        if len(shape) != 2 or shape[0] != rows or shape[1] % groups:
+            raise UserError(f"{name}: scales {list(self._scale_OG.shape)} do not divide a weight {list(shape)}")
+        self.layout = Grouped((shape[0], shape[1]), bits, shape[1] // groups, symmetric)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the weight itself."""
+        return self.layout.features
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the scales, as that of the weight was."""
+        return self._scale_OG.dtype
+
+    def dense(self) -> Tensor:
+        """What the codes stand for."""
+        return self.layout.dequantize(tuple(self._values().values()), self.dtype)
+
+    def kept(self, weight: Quantized) -> Mapping[str, Tensor] | None:
+        """The same codes, where groups are the same."""
+        if not isinstance(weight.quantize, Quantize) or weight.quantize.layout != self.layout:
+            return None
+        return weight.quantize.named(self._values())
+
+    def _values(self) -> dict[str, Tensor]:
+        """In the order of :meth:`Grouped.kept`."""
+        bits, (rows, _) = self.layout.bits, self.layout.features
+        packed = self._read(f"{self._name}{_PACKED}").contiguous().view(torch.uint8)
+        expected = self.layout.kept()["weight"][0]
+        if tuple(packed.shape) != expected:
+            raise UserError(f"{self._name}: {list(packed.shape)} bytes of codes, where a weight {list(self.shape)} has {list(expected)}")
+        found = {"weight": packed, SCALE: self._scale_OG.float().contiguous().view(torch.int32)}
+        if self.layout.symmetric:
+            return found
+        zero_GO = self._read(_beside(self._name, ZERO)).t().contiguous().view(torch.uint8)
+        return {**found, ZERO: unpack(zero_GO, bits, rows).t().contiguous()}
+
+
+def written(name: str, weight: Quantized, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A weight's tensors, by name."""
+    assert isinstance(weight.quantize, Quantize)
+    layout = weight.quantize.layout
+    assert isinstance(layout, Grouped)
+    kept = {key: values[full].cpu() for key, full in weight.quantize.names().items()}
+    found = {
+        f"{name}{_PACKED}": kept["weight"].contiguous().view(torch.int32),
+        _beside(name, SCALE): kept[SCALE].view(torch.float32).to(weight.dtype),
+        f"{name}{_SHAPE}": torch.tensor(layout.features, dtype=torch.int64),
+    }
+    if not layout.symmetric:
+        packed_GO = pack(kept[ZERO].t().contiguous(), layout.bits).view(torch.int32)
+        found[_beside(name, ZERO)] = packed_GO.t().contiguous()
+    return found

@@ -1,0 +1,123 @@
+"""Weights as integers of 4 or 8 bits, ``W ≈ scale · (code - zero)``, with a scale for each group of a row's neighbours.
+
+Products are of the dtype that activations have: what inference engines call W4A16 and W8A16. Symmetric codes are round(w / scale) with
+scale = max |w| / (2ᵇ⁻¹ - ½); asymmetric ones spread over [min, max], 0 included, and keep the code of zero, too. Rounding to the nearest is
+done here; codes chosen by what a layer sees come from elsewhere, in the same layout.
+
+Shape suffixes: O features out, I features in, G groups of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+SCALE, ZERO = "weight_scale", "weight_zero_point"
+_LEAST = torch.finfo(torch.float32).tiny
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Where the codes of some weights lie.
+
+    Attributes:
+        scale_OG: fp32.
+        zero_OG: what zero is coded as, a whole number, fp32.
+        most: the largest code; the smallest is 0.
+    """
+
+    scale_OG: Tensor
+    zero_OG: Tensor
+    most: int
+
+    def codes(self, weight_OGn: Tensor) -> Tensor:
+        """The nearest of each weight ``[O, G, n]``, fp32."""
+        middle = (self.most + 1) // 2  # rounded about zero, as what is added takes bits of what is behind the point
+        return (weight_OGn / self.scale_OG[..., None] + (self.zero_OG[..., None] - middle)).round_().add_(middle).clamp_(0, self.most)
+
+    def values(self, codes_OGn: Tensor) -> Tensor:
+        """What codes stand for, fp32."""
+        return (codes_OGn - self.zero_OG[..., None]) * self.scale_OG[..., None]
+
+
+@dataclass(frozen=True)
+class Grouped:
+    """How a weight ``[O, I]`` is kept.
+
+    Attributes:
+        features: O and I.
+        bits: of a code, 4 or 8.
+        group: neighbours in a row that share a scale, a divisor of I.
+        symmetric: zero is the middle of the codes, and is not kept.
+    """
+
+    features: tuple[int, int]
+    bits: int
+    group: int
+    symmetric: bool
+
+    @property
+    def groups(self) -> int:
+        """Of a row."""
+        return self.features[1] // self.group
+
+    def kept(self) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Codes by 8 / bits in a byte, the first in the low bits, rows filled up to whole 32-bit words; scales as the bits of fp32."""
+        out, into = self.features
+        found = {"weight": ((out, -(-into * self.bits // 32) * 4), torch.uint8), SCALE: ((out, self.groups), torch.int32)}
+        return found if self.symmetric else {**found, ZERO: ((out, self.groups), torch.uint8)}
+
+    def grid(self, weight_OI: Tensor, dtype: torch.dtype) -> Grid:
+        """What the smallest and the largest weight of each group ask for.
+
+        Args:
+            dtype: that scales are rounded to, since files hold them so.
+        """
+        weight_OGn = weight_OI.float().unflatten(1, (self.groups, self.group))
+        most = 2**self.bits - 1
+        if self.symmetric:
+            scale_OG = weight_OGn.abs().amax(-1) / (most / 2)
+            zero_OG = torch.full_like(scale_OG, 2 ** (self.bits - 1))
+        else:
+            low_OG, high_OG = weight_OGn.amin(-1).clamp(max=0), weight_OGn.amax(-1).clamp(min=0)
+            scale_OG = (high_OG - low_OG) / most
+            zero_OG = low_OG
+        scale_OG = scale_OG.to(dtype).float()
+        scale_OG = torch.where(scale_OG > 0, scale_OG, torch.ones_like(scale_OG))  # of a group that is all zero
+        if not self.symmetric:
+            zero_OG = (-zero_OG / scale_OG).round_().clamp_(0, most)
+        return Grid(scale_OG, zero_OG, most)
+
+    def quantize(self, weight_OI: Tensor) -> dict[str, Tensor]:
+        """By rounding to the nearest."""
+        grid = self.grid(weight_OI, weight_OI.dtype)
+        return self.keep(grid.codes(weight_OI.float().unflatten(1, (self.groups, self.group))).flatten(1), grid)
+
+    def keep(self, codes_OI: Tensor, grid: Grid) -> dict[str, Tensor]:
+        """What is kept of codes, whole numbers from 0, of any dtype."""
+        kept = {"weight": pack(codes_OI.to(torch.uint8), self.bits), SCALE: grid.scale_OG.contiguous().view(torch.int32)}
+        return kept if self.symmetric else {**kept, ZERO: grid.zero_OG.to(torch.uint8)}
+
+    def dequantize(self, kept: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
+        """``[O, I]`` of what :meth:`kept` names, in its order."""
+        packed, scale_OG, *zero_OG = kept
+        codes_OGn = unpack(packed, self.bits, self.features[1]).unflatten(1, (self.groups, self.group))
+        # Differences of codes are exact in any floating-point dtype, and so are products with a scale before they are rounded.
+        zero = zero_OG[0][..., None].to(dtype) if zero_OG else 2 ** (self.bits - 1)
+        return codes_OGn.to(dtype).sub_(zero).mul_(scale_OG.view(torch.float32)[..., None].to(dtype)).flatten(1)
+
+
+def pack(codes_OI: Tensor, bits: int) -> Tensor:
+    """uint8 codes by 8 / bits in a byte, the first in the low bits; rows are filled up to whole 32-bit words with zeros."""
+    codes_OI = F.pad(codes_OI, (0, -codes_OI.shape[1] % (32 // bits)))
+    return codes_OI if bits == 8 else codes_OI[:, 0::2] | (codes_OI[:, 1::2] << 4)
+
+
+def unpack(packed: Tensor, bits: int, features: int) -> Tensor:
+    """The codes ``[O, features]`` again."""
+    codes_OI = packed if bits == 8 else torch.stack((packed & 15, packed >> 4), -1).flatten(1)
+    return codes_OI[:, :features]
