@@ -26,6 +26,7 @@ VERBS = {
     "config": "print a config as it resolves, and where each value comes from",
     "plugins": "list and describe plugins",
     "models": "list models: parameters, bytes, keys and values per token",
+    "quantize": "make a model directory of fewer bits, by what its layers see",
     "checkpoint": "inspect and export checkpoints and model directories",
 }
 

@@ -44,6 +44,9 @@ class QuantizationPlugin(Plugin):
     """``quant_method`` of the ``quantization_config`` in a config.json that it may read and write; a literal. The methods after
     :meth:`apply` are for these."""
 
+    methods: ClassVar[tuple[str, ...]] = ("rtn",)
+    """How :meth:`calibrate` can choose codes; ``rtn`` is rounding to the nearest."""
+
     @abstractmethod
     def apply(self, model: CausalLM, compute: torch.dtype) -> Mapping[str, Quantized]:
         """Have layers keep codes. Called under ``torch.device("meta")``, on every rank alike, before anything else changes the model.
@@ -60,6 +63,15 @@ class QuantizationPlugin(Plugin):
         Raises:
             UserError: the options do not fit the model; what would.
         """
+
+    def calibrate(self, weight: Quantized, weight_OI: Tensor, gram_II: Tensor, method: str) -> Mapping[str, Tensor]:
+        """Codes of a weight by what its layer sees, as :attr:`Quantized.quantize` gives them.
+
+        Args:
+            gram_II: Σ x xᵀ of its inputs, fp32.
+            method: one of :attr:`methods`, and not ``rtn``.
+        """
+        raise NotImplementedError(f"{type(self).__name__} knows no {method}")
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any], names: Collection[str]) -> QuantizationPlugin | None:

@@ -6,6 +6,7 @@ import ctypes
 import os
 import resource
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -52,6 +53,52 @@ class HostPeak:
     def bytes(self) -> int:
         """So far; what was measured counts as long as no step was made outside."""
         return max(self._before, peak_memory_bytes(_HOST), 0 if self._stepped else self._metered)
+
+
+def anonymous_bytes() -> int:
+    """What this process holds of its own: its resident set without mapped files, which the system may drop (Linux); elsewhere all of it."""
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return held_bytes(_HOST) or 0
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:")), 0)
+
+
+class OwnPeak:
+    """Within it, the most this process holds of its own beside what it held before, looked at often: of a GPU by its allocator, of the
+    host :func:`anonymous_bytes`."""
+
+    _EVERY = 0.01
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._ended = device, threading.Event()
+        self._before = self._most = 0
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    @property
+    def bytes(self) -> int:
+        """So far."""
+        if self._device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self._device) - self._before
+        return self._most - self._before
+
+    def _watch(self) -> None:
+        while not self._ended.wait(self._EVERY):
+            self._most = max(self._most, anonymous_bytes())
+
+    def __enter__(self) -> OwnPeak:
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+            self._before = torch.cuda.memory_allocated(self._device)
+        else:
+            self._before = self._most = anonymous_bytes()
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        if self._thread.is_alive():
+            self._thread.join()
 
 
 def levels(device: torch.device) -> dict[str, int]:

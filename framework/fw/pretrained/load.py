@@ -137,14 +137,23 @@ def _in_files(model: CausalLM, values: Mapping[str, Tensor]) -> dict[str, Tensor
     """What is quantized, as files hold it."""
     found: dict[str, Tensor] = {}
     for name, weight in model.quantized.items():
-        of = model.hf_tensors(name)
-        if len(of) != 1 or of[0] != HFTensor(of[0].name):
-            raise UserError(
-                f"{name} is no tensor of its own in files, which hold nothing quantized but that; save the model without quantization"
-            )
         assert model.quantization is not None
-        found |= model.quantization.written(of[0].name, weight, {part: values[part] for part in weight.kept})
+        found |= model.quantization.written(file_name(model, name), weight, {part: values[part] for part in weight.kept})
     return found
+
+
+def file_name(model: CausalLM, name: str) -> str:
+    """What files call a weight that is quantized.
+
+    Raises:
+        UserError: it is no tensor of its own there.
+    """
+    of = model.hf_tensors(name)
+    if len(of) != 1 or of[0] != HFTensor(of[0].name):
+        raise UserError(
+            f"{name} is no tensor of its own in files, which hold nothing quantized but that; save the model without quantization"
+        )
+    return of[0].name
 
 
 class new_directory:

@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 SCALE, ZERO = "weight_scale", "weight_zero_point"
-_LEAST = torch.finfo(torch.float32).tiny
 
 
 @dataclass(frozen=True)
@@ -25,23 +24,31 @@ class Grid:
     """Where the codes of some weights lie.
 
     Attributes:
-        scale_OG: fp32.
-        zero_OG: what zero is coded as, a whole number, fp32.
+        scale: of each group ``[O, G]``, fp32.
+        zero: what zero is coded as, a whole number, fp32.
         most: the largest code; the smallest is 0.
     """
 
-    scale_OG: Tensor
-    zero_OG: Tensor
+    scale: Tensor
+    zero: Tensor
     most: int
 
-    def codes(self, weight_OGn: Tensor) -> Tensor:
-        """The nearest of each weight ``[O, G, n]``, fp32."""
-        middle = (self.most + 1) // 2  # rounded about zero, as what is added takes bits of what is behind the point
-        return (weight_OGn / self.scale_OG[..., None] + (self.zero_OG[..., None] - middle)).round_().add_(middle).clamp_(0, self.most)
+    def of(self, group: int) -> Grid:
+        """Of one group ``[O]``."""
+        return Grid(self.scale[:, group], self.zero[:, group], self.most)
 
-    def values(self, codes_OGn: Tensor) -> Tensor:
+    def whole(self) -> Grid:
+        """For weights ``[O, G, n]``."""
+        return Grid(self.scale[..., None], self.zero[..., None], self.most)
+
+    def codes(self, weight: Tensor) -> Tensor:
+        """The nearest of each weight, fp32."""
+        middle = (self.most + 1) // 2  # rounded about zero, as what is added takes bits of what is behind the point
+        return (weight / self.scale + (self.zero - middle)).round_().add_(middle).clamp_(0, self.most)
+
+    def values(self, codes: Tensor) -> Tensor:
         """What codes stand for, fp32."""
-        return (codes_OGn - self.zero_OG[..., None]) * self.scale_OG[..., None]
+        return (codes - self.zero) * self.scale
 
 
 @dataclass(frozen=True)
@@ -95,12 +102,12 @@ class Grouped:
     def quantize(self, weight_OI: Tensor) -> dict[str, Tensor]:
         """By rounding to the nearest."""
         grid = self.grid(weight_OI, weight_OI.dtype)
-        return self.keep(grid.codes(weight_OI.float().unflatten(1, (self.groups, self.group))).flatten(1), grid)
+        return self.keep(grid.whole().codes(weight_OI.float().unflatten(1, (self.groups, self.group))).flatten(1), grid)
 
     def keep(self, codes_OI: Tensor, grid: Grid) -> dict[str, Tensor]:
         """What is kept of codes, whole numbers from 0, of any dtype."""
-        kept = {"weight": pack(codes_OI.to(torch.uint8), self.bits), SCALE: grid.scale_OG.contiguous().view(torch.int32)}
-        return kept if self.symmetric else {**kept, ZERO: grid.zero_OG.to(torch.uint8)}
+        kept = {"weight": pack(codes_OI.to(torch.uint8), self.bits), SCALE: grid.scale.contiguous().view(torch.int32)}
+        return kept if self.symmetric else {**kept, ZERO: grid.zero.to(torch.uint8)}
 
     def dequantize(self, kept: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
         """``[O, I]`` of what :meth:`kept` names, in its order."""

@@ -12,7 +12,8 @@ from fw.errors import UserError
 from fw.kinds.model import CausalLM, Quantized
 from fw.kinds.quantization import StoredWeight
 from fw_plugins.quantization import compressed_tensors_files as files
-from fw_plugins.quantization.coded import CodedLinears, left_whole
+from fw_plugins.quantization.coded import CodedLinears, Quantize, left_whole
+from fw_plugins.quantization.gptq import gptq
 from fw_plugins.quantization.grouped import Grouped
 
 
@@ -41,6 +42,7 @@ class W4A16(CodedLinears):
     config: WeightOnlyConfig
     hf_methods = ("compressed-tensors",)
     bits: ClassVar[int] = 4
+    methods = ("rtn", "gptq")
 
     def layout(self, name: str, features: tuple[int, int]) -> Grouped:
         """In groups that divide the row."""
@@ -52,6 +54,11 @@ class W4A16(CodedLinears):
                 f"{', '.join(map(str, fitting)) or 'none that is usual'}, or -1 for whole rows; or skip the layer"
             )
         return Grouped(features, self.bits, size, self.config.symmetric)
+
+    def calibrate(self, weight: Quantized, weight_OI: Tensor, gram_II: Tensor, method: str) -> Mapping[str, Tensor]:
+        """By GPTQ."""
+        assert isinstance(weight.quantize, Quantize) and isinstance(weight.quantize.layout, Grouped) and method == "gptq"
+        return weight.quantize.named(gptq(weight_OI, gram_II, weight.quantize.layout))
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any], names: Collection[str]) -> W4A16 | None:
