@@ -100,7 +100,7 @@ def test_bad_input_is_one_sentence_and_leaves_nothing(trained: Path, tmp_path: P
         return found.err.splitlines()[-1]
 
     assert "--method awq: w4a16 knows rtn, gptq" in refused("--method", "awq")
-    assert "does not divide the 64 features" in refused()
+    assert "48 does not divide the 64 features" in refused("--group-size", "48")
     fits = ["--group-size", "32"]
     assert "--memory: 1 MiB is less than" in refused(*fits, *FEW, "--memory", "1MiB")
     assert "--length: 4096 is more than the 128 positions" in refused(*fits, "--length", "4096")
