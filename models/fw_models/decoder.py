@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from fw.errors import UserError
 from fw.kinds.attention import AttentionPlugin, Pattern
-from fw.kinds.model import CausalLM, HFTensor, Init, KVShape, LinearHead, Readout, TensorPlan
+from fw.kinds.model import CausalLM, HFTensor, Init, KVShape, LinearHead, Readout, TensorPlan, Width
 from fw_models.hf_config import HFNames, write
 from fw_models.layers import Angles, Attention, AttentionShape, GatedMLP, RMSNorm, Rope, RopeScaling, positions
 
@@ -285,6 +285,22 @@ class Decoder(CausalLM):
                 "features of the feed-forward network": self.feed_forward_size,
             },
         )
+
+    def widths(self) -> Mapping[str, Width]:
+        """Features of a dense feed-forward network, and key and value heads with the query heads that share them."""
+        c = self.config
+        rows, queries = c.head_size, c.num_attention_heads // c.kv_heads
+        attention = {f"self_attn.{which}_proj": (0, rows * (queries if which == "q" else 1)) for which in "qkv"}
+        heads = {f"{name}.{part}": how for name, how in attention.items() for part in ("weight", "bias")}
+        fields = {"num_attention_heads": queries, "num_key_value_heads": 1}
+        found = {"heads": Width(c.kv_heads, fields, "self_attn.o_proj", {**heads, "self_attn.o_proj.weight": (1, rows * queries)})}
+        if not all(isinstance(getattr(layer, "mlp", None), GatedMLP) for layer in self.layers):
+            return found
+        inner = {f"mlp.{which}_proj.{part}": (0, 1) for which in ("gate", "up") for part in ("weight", "bias")}
+        return {
+            **found,
+            "features": Width(c.intermediate_size, {"intermediate_size": 1}, "mlp.down_proj", {**inner, "mlp.down_proj.weight": (1, 1)}),
+        }
 
     @property
     def feed_forward_size(self) -> int:

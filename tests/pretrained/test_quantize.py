@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,45 +18,19 @@ from fw.cli import main
 from fw.kinds.data import IGNORED
 from fw.pretrained.block_by_block import BlockByBlock
 from fw.pretrained.calibration import calibration_text
+from perplexity import HELD_OUT, LENGTH
+from perplexity import perplexity as theirs
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("compressed_tensors")
 
 TEXT = ["--text", "python-docs"]
-FEW = ["--samples", "48", "--held-out", "12", "--length", "128"]
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A small model that has learnt something of what is calibrated on."""
-    place = tmp_path_factory.mktemp("trained")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(place)
-        patch.setenv("FW_CACHE", str(place / "cache"))
-        model = (
-            "{name: llama, hidden_size: 64, num_hidden_layers: 3, num_attention_heads: 4, num_key_value_heads: 2, intermediate_size: 192}"
-        )
-        (place / "small.yaml").write_text(
-            f"model: {model}\ndata: {{name: text, source: python-docs, vocab_size: 512}}\n"
-            "optimizer: {name: adamw, lr: 1e-2}\nprecision: fp32\n"
-            "train: {max_steps: 120, global_batch_size: 16, sequence_length: 128, val_every: 0, save_every: 120}\n"
-        )
-        run_fw("train", "small.yaml").ok()
-        yield place / "runs" / "small"
+FEW = ["--samples", "48", "--held-out", str(HELD_OUT), "--length", str(LENGTH)]
 
 
 def quantized(model: Path, to: Path, *words: str) -> dict:
     found = run_fw("quantize", str(model), "--to", str(to), "--group-size", "32", *FEW, *TEXT, "--json", *words).ok()
     return json.loads(found.out)
-
-
-def perplexity(directory: Path) -> float:
-    """Of transformers' model, on the rows that were held out."""
-    text = calibration_text(["python-docs"], directory, 1, 12, 128, lambda said: None)
-    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-    with torch.no_grad():
-        logits = model(text.held_out_ids_ML).logits
-    return math.exp(F.cross_entropy(logits.flatten(0, 1), text.held_out_labels_ML.flatten(), ignore_index=IGNORED))
 
 
 def test_gptq_is_better_than_rounding_and_8_bits_cost_nothing(trained: Path, tmp_path: Path) -> None:
@@ -69,14 +42,14 @@ def test_gptq_is_better_than_rounding_and_8_bits_cost_nothing(trained: Path, tmp
     assert abs(eight["perplexity_after"] / eight["perplexity_before"] - 1) < 1e-3
     assert fitted["layers"] == 21 and fitted["tokens"] == 12 * 128
     for found in (rounded, fitted, eight):
-        assert perplexity(Path(found["directory"])) == pytest.approx(found["perplexity_after"], rel=1e-4)
+        assert theirs(Path(found["directory"])) == pytest.approx(found["perplexity_after"], rel=1e-4)
         assert found["peak_bytes"] <= found["estimated_bytes"]
         files = sum(file.stat().st_size for file in Path(found["directory"]).glob("*.safetensors"))
         assert found["bytes_after"] < files < found["bytes_after"] + 20_000
         assert not (Path(found["directory"]) / "spool").exists()
     plain = tmp_path / "plain"
     assert main(["checkpoint", "export", str(trained), "--to", str(plain)]) == 0
-    assert perplexity(plain) == pytest.approx(fitted["perplexity_before"], rel=1e-4)
+    assert theirs(plain) == pytest.approx(fitted["perplexity_before"], rel=1e-4)
 
 
 def test_what_is_written_is_what_was_measured(trained: Path, tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ VERBS = {
     "plugins": "list and describe plugins",
     "models": "list models: parameters, bytes, keys and values per token",
     "quantize": "make a model directory of fewer bits, by what its layers see",
+    "prune": "make a model directory of fewer blocks, heads, features or weights",
     "checkpoint": "inspect and export checkpoints and model directories",
 }
 

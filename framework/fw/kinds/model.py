@@ -156,6 +156,23 @@ class Adapters:
     row_norms: Mapping[str, str] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Width:
+    """Something that every block has the same number of, and can have less of.
+
+    Attributes:
+        number: that there are.
+        fields: of ``config.json`` that count it, and how many one is.
+        seen_by: the linear layer of a block that sees what they compute, by its name there; as many inputs in a row are of one.
+        cut: parameters of a block, the dimension along which they lie, and how many slices in a row are of one.
+    """
+
+    number: int
+    fields: Mapping[str, int]
+    seen_by: str
+    cut: Mapping[str, tuple[int, int]]
+
+
 class CausalLM(nn.Module):
     """What every model is. Built on the meta device; weights come from files or from :meth:`init`.
 
@@ -240,6 +257,10 @@ class CausalLM(nn.Module):
         """:meth:`tensor_plan`, and what adapters add to it."""
         plan = self.tensor_plan()
         return plan if plan is None or self.adapters is None else replace(plan, split={**plan.split, **self.adapters.split})
+
+    def widths(self) -> Mapping[str, Width]:
+        """What can be left out of blocks, by a word for it; ``features`` of the feed-forward network and ``heads`` are known words."""
+        return {}
 
     def whole_sequences_because(self) -> str:
         """Why ranks cannot each take some positions of a sequence, as a clause; empty where they can, the attention plugin seeing to it."""

@@ -67,9 +67,13 @@ class BlockByBlock:
         finally:
             block.to("meta")
 
+    def name(self, block: nn.Module) -> str:
+        """Of a block, in the model."""
+        return self._names[id(block)]
+
     def owns(self, block: nn.Module, name: str) -> bool:
         """Whether a tensor, by the model's name, is one of a block's."""
-        return name.startswith(f"{self._names[id(block)]}.")
+        return name.startswith(f"{self.name(block)}.")
 
     @torch.no_grad()
     def through(self, number: int, x_BLD: Tensor) -> Tensor:
