@@ -207,7 +207,8 @@ class Decoder(CausalLM):
                 return self.head(x_BLD)
             return readout(x_BLD, LinearHead.of(self.lm_head or self.embed_tokens, self.final_softcap) or self.head, auxiliary)
 
-        return self.around_head(self.norm(x_BLD), out)
+        x_BLD = self.norm(x_BLD)  # what it is of is held no longer than autograd does
+        return self.around_head(x_BLD, out)
 
     def embed(self, ids_BL: Tensor) -> Tensor:
         """``[B, L]`` → ``[B, L, D]``."""

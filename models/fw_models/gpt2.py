@@ -194,7 +194,8 @@ class GPT2(CausalLM):
                 return self.head(x_BLD)
             return readout(x_BLD, LinearHead.of(self.lm_head or self.wte) or self.head, None)
 
-        return self.around_head(self.ln_f(x_BLD), out)
+        x_BLD = self.ln_f(x_BLD)  # what it is of is held no longer than autograd does
+        return self.around_head(x_BLD, out)
 
     def head(self, x_BLD: Tensor) -> Tensor:
         """``[…, D]`` → ``[…, V]``."""

@@ -56,8 +56,7 @@ most ("active").
   bitsandbytes' kernel does. `paged_adamw_8bit` is bitsandbytes', whose state lies in host memory until it is needed.
 - Its LoRA and QLoRA were compiled, too. The layers with adapters, and their ranks, are those of its recipes; adapters are in bf16, and
   what has none (keys, embeddings, head) is not quantized.
-- Its 405 B is planned with the batch of its table, which is not that of its recipe. Of the 12.7 GiB between both, 6.9 are embedding
-  and head, which fw's `fsdp` keeps gathered from forward to the end of backward; in the 70 B they are 3.4. The rest is not explained.
+- Its 405 B is planned with the batch of its table, which is not that of its recipe; what is between both is not explained.
 - Not planned: cases that do not say how long sequences are.
 
 ## Beside estimates
