@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from fw.errors import UserError
 from fw.kinds.attention import AttentionPlugin, Pattern
-from fw.kinds.model import CausalLM, HFTensor, Init, KVShape, LinearHead, Readout, TensorPlan, Width
+from fw.kinds.model import CausalLM, HFTensor, Init, KVShape, LinearHead, Readout, Rescaling, TensorPlan, Width
 from fw_models.hf_config import HFNames, write
-from fw_models.layers import Angles, Attention, AttentionShape, GatedMLP, RMSNorm, Rope, RopeScaling, positions
+from fw_models.layers import Angles, Attention, AttentionShape, GatedMLP, RMSNorm, Rope, RopeScaling, ShiftedRMSNorm, positions
 
 
 @dataclass
@@ -302,6 +302,25 @@ class Decoder(CausalLM):
             **found,
             "features": Width(c.intermediate_size, {"intermediate_size": 1}, "mlp.down_proj", {**inner, "mlp.down_proj.weight": (1, 1)}),
         }
+
+    def rescalings(self, block: int) -> Sequence[Rescaling]:
+        """Norms before projections; values before the output, where each head has its own; what a gate multiplies."""
+        layer, c = self.layers[block], self.config
+
+        def norm(name: str) -> dict[str, float]:
+            return {f"{name}.weight": 1.0 if isinstance(layer.get_submodule(name), ShiftedRMSNorm) else 0.0}
+
+        def rows(name: str) -> dict[str, float]:
+            return {f"{name}.{part}": 0.0 for part, parameter in layer.get_submodule(name).named_parameters()}
+
+        found = [Rescaling(("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), norm("input_layernorm"))]
+        if c.kv_heads == c.num_attention_heads:
+            found.append(Rescaling(("self_attn.o_proj",), rows("self_attn.v_proj")))
+        if isinstance(layer.mlp, GatedMLP):
+            before = "pre_feedforward_layernorm" if hasattr(layer, "pre_feedforward_layernorm") else "post_attention_layernorm"
+            found.append(Rescaling(("mlp.gate_proj", "mlp.up_proj"), norm(before)))
+            found.append(Rescaling(("mlp.down_proj",), rows("mlp.up_proj")))
+        return found
 
     @property
     def feed_forward_size(self) -> int:

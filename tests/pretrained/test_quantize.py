@@ -37,11 +37,12 @@ def test_gptq_is_better_than_rounding_and_8_bits_cost_nothing(trained: Path, tmp
     rounded = quantized(trained, tmp_path / "rtn", "--method", "rtn")
     fitted = quantized(trained, tmp_path / "gptq")
     eight = quantized(trained, tmp_path / "eight", "--bits", "8", "--method", "rtn")
+    scaled = quantized(trained, tmp_path / "awq", "--method", "awq")
     assert rounded["perplexity_before"] == fitted["perplexity_before"] < 200, "it has learnt something"
     assert fitted["perplexity_after"] < rounded["perplexity_after"] and rounded["perplexity_before"] < rounded["perplexity_after"]
     assert abs(eight["perplexity_after"] / eight["perplexity_before"] - 1) < 1e-3
     assert fitted["layers"] == 21 and fitted["tokens"] == 12 * 128
-    for found in (rounded, fitted, eight):
+    for found in (rounded, fitted, eight, scaled):
         assert theirs(Path(found["directory"])) == pytest.approx(found["perplexity_after"], rel=1e-4)
         assert found["peak_bytes"] <= found["estimated_bytes"]
         files = sum(file.stat().st_size for file in Path(found["directory"]).glob("*.safetensors"))
@@ -72,7 +73,7 @@ def test_bad_input_is_one_sentence_and_leaves_nothing(trained: Path, tmp_path: P
         assert found.code == 2 and not (tmp_path / "no").exists() and not list(tmp_path.glob(".no*"))
         return found.err.splitlines()[-1]
 
-    assert "--method awq: w4a16 knows rtn, gptq" in refused("--method", "awq")
+    assert "--method best: w4a16 knows rtn, gptq, awq" in refused("--method", "best")
     assert "48 does not divide the 64 features" in refused("--group-size", "48")
     fits = ["--group-size", "32"]
     assert "--memory: 1 MiB is less than" in refused(*fits, *FEW, "--memory", "1MiB")

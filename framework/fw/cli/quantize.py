@@ -16,7 +16,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What to quantize, how, and by which text."""
     parser.add_argument("model", metavar="MODEL", help="model directory, step directory or run directory")
     parser.add_argument("--to", metavar="DIR", required=True, help="directory to make; it must not exist, or be empty")
-    parser.add_argument("--method", default="gptq", metavar="M", help="gptq: codes by what layers see (the default); rtn: the nearest")
+    parser.add_argument(
+        "--method",
+        default="gptq",
+        metavar="M",
+        help="gptq: codes by what layers see (the default); awq: weights scaled by it first; rtn: the nearest",
+    )
     parser.add_argument("--bits", type=int, choices=(4, 8), default=4, help="of a weight (4)")
     parser.add_argument(
         "--group-size",

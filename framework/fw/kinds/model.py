@@ -173,6 +173,19 @@ class Width:
     cut: Mapping[str, tuple[int, int]]
 
 
+@dataclass(frozen=True)
+class Rescaling:
+    """Inputs of layers that can be divided by numbers, one for each, while the layers' weights are multiplied.
+
+    Attributes:
+        layers: linear layers of a block, all that see these inputs, by their names there.
+        makers: parameters of the block whose entries, or rows, make one input each, and what is added to them where they multiply.
+    """
+
+    layers: tuple[str, ...]
+    makers: Mapping[str, float]
+
+
 class CausalLM(nn.Module):
     """What every model is. Built on the meta device; weights come from files or from :meth:`init`.
 
@@ -261,6 +274,10 @@ class CausalLM(nn.Module):
     def widths(self) -> Mapping[str, Width]:
         """What can be left out of blocks, by a word for it; ``features`` of the feed-forward network and ``heads`` are known words."""
         return {}
+
+    def rescalings(self, block: int) -> Sequence[Rescaling]:
+        """What of a block can be rescaled without changing what the model computes."""
+        return ()
 
     def whole_sequences_because(self) -> str:
         """Why ranks cannot each take some positions of a sequence, as a clause; empty where they can, the attention plugin seeing to it."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -29,16 +30,26 @@ _BESIDE = 64 << 20
 """Bytes that kernels and the heap take beside tensors, at most."""
 
 
-class Change(Protocol):
+class Change(ABC):
     """What becomes of weights."""
 
-    doing: str
+    doing: ClassVar[str]
     """A word for who waits."""
 
+    def prepare(self, number: int, block: nn.Module, prefix: str, found: Mapping[str, Tensor]) -> None:  # noqa: B027 - most need none
+        """A block's weights are about to be changed.
+
+        Args:
+            prefix: of its parameters' names in the model.
+            found: Σ x xᵀ of what its layers see, by their weights' names; empty where there is no text to be fitted to.
+        """
+
     @property
+    @abstractmethod
     def names(self) -> Collection[str]:
         """Weights of linear layers that are changed, by the model's names."""
 
+    @abstractmethod
     def __call__(self, name: str, weight_OI: Tensor, gram_II: Tensor | None) -> tuple[Tensor, Mapping[str, Tensor]]:
         """What the layer computes with from now on, and the tensors that files hold for it, by their names.
 
@@ -63,7 +74,7 @@ class BlockPass:
         for number in tqdm(blocks, self._change.doing, unit="block", leave=False, disable=None):
             with self._runner.block(number) as block:
                 through(self._runner, number, before)
-                self._block(block, grams(self._runner, number, self._names(block), fitted) if fitted else {})
+                self._block(number, block, grams(self._runner, number, self._names(block), fitted) if fitted else {})
                 through(self._runner, number, fitted)
                 through(self._runner, number, after)
                 self._keep(f"block-{number}", self._within(block))
@@ -85,8 +96,9 @@ class BlockPass:
     def _within(self, block: nn.Module) -> dict[str, Tensor]:
         return {name: t.detach() for name, t in self._runner.model.stored().items() if self._runner.owns(block, name)}
 
-    def _block(self, block: nn.Module, found: Mapping[str, Tensor]) -> None:
+    def _block(self, number: int, block: nn.Module, found: Mapping[str, Tensor]) -> None:
         self._stored = {}
+        self._change.prepare(number, block, self._runner.name(block), found)
         for name in self._names(block):
             linear = self._runner.model.get_submodule(name.removesuffix(".weight"))
             assert isinstance(linear, nn.Linear)

@@ -21,11 +21,13 @@ from fw.kinds.quantization import QuantizationPlugin
 from fw.locate import CONFIG
 from fw.meter.memory import OwnPeak
 from fw.place import place
-from fw.pretrained.block_pass import BlockPass, estimate
+from fw.pretrained.awq import rescale
+from fw.pretrained.block_pass import BlockPass, Change, estimate
 from fw.pretrained.export import copy_beside
 from fw.pretrained.load import file_name, new_directory, write_json
 from fw.pretrained.rewriting import Look, Report, Source, check_memory, device_here, report
 
+RTN, AWQ = "rtn", "awq"
 _GROUP_SIZE, _WHOLE_ROWS = "group_size", -1
 
 
@@ -37,7 +39,7 @@ def quantize(
     One block is in memory at a time, beside embedding and head and the hidden states of the rows.
 
     Args:
-        method: ``rtn``, or one that the plugin knows besides.
+        method: ``rtn``; ``awq``, where the model says what can be rescaled; or one that the plugin knows besides.
         quantization: a plugin, by name.
         settings: its options.
 
@@ -52,7 +54,7 @@ def quantize(
     for name in coded.quantized:
         file_name(coded, name)  # or it is refused, before anything is done
     text = found.text(tell)
-    if method == "rtn":
+    if method == RTN:
         text = replace(text, ids_NL=text.ids_NL[:0])
     shapes = [(weight.shape[0], weight.shape[1]) for weight in coded.quantized.values()]
     needed = estimate(model, shapes, text, found.dtype)
@@ -62,7 +64,7 @@ def quantize(
     with OwnPeak(device) as peak, new_directory(Path(to)) as made:
         spool = made / "spool"
         spool.mkdir()
-        work = BlockPass(found.runner(model, device), _Codes(coded, method), text, spool)
+        work = BlockPass(found.runner(model, device), _Codes(model, coded, method), text, spool)
         before, after = work.run()
         total = work.write(made, parse_size(look.max_shard_size))
         shutil.rmtree(spool)
@@ -83,9 +85,11 @@ def _coded(source: Source, method: str, quantization: str, settings: Mapping[str
     for size in sizes:
         plugin = cls(cls.Config(**{**settings, _GROUP_SIZE: size}))
         assert isinstance(plugin, QuantizationPlugin)
-        if method not in plugin.methods:
-            raise UserError(f"--method {method}: {quantization} knows {', '.join(plugin.methods)}")
+        if method not in (*plugin.methods, AWQ):
+            raise UserError(f"--method {method}: {quantization} knows {', '.join((*plugin.methods, AWQ))}")
         coded = source.build()
+        if method == AWQ and not coded.rescalings(0):
+            raise UserError(f"--method awq: {type(coded).__name__} does not say what of it can be rescaled; use gptq")
         try:
             with torch.device("meta"):
                 coded.quantized, coded.quantization = plugin.apply(coded, source.dtype), plugin
@@ -96,22 +100,30 @@ def _coded(source: Source, method: str, quantization: str, settings: Mapping[str
     raise AssertionError("the last one returns or raises")
 
 
-class _Codes:
+class _Codes(Change):
     """Weights become codes."""
 
     doing = "quantizing"
 
-    def __init__(self, coded: CausalLM, method: str) -> None:
-        self._coded, self._method = coded, method
+    def __init__(self, model: CausalLM, coded: CausalLM, method: str) -> None:
+        self._model, self._coded, self._method = model, coded, method
 
     @property
     def names(self) -> Collection[str]:
         return self._coded.quantized
 
+    def prepare(self, number: int, block: nn.Module, prefix: str, found: Mapping[str, Tensor]) -> None:
+        """For ``awq``, weights and what comes before them are scaled."""
+        if self._method == AWQ:
+            rescale(block, prefix, self._model.rescalings(number), found, self._rounded)
+
+    def _rounded(self, name: str, weight_OI: Tensor) -> Tensor:
+        return self._dense(name, self._coded.quantized[name].quantize(weight_OI), weight_OI.dtype)
+
     def __call__(self, name: str, weight_OI: Tensor, gram_II: Tensor | None) -> tuple[Tensor, Mapping[str, Tensor]]:
         weight, plugin = self._coded.quantized[name], self._coded.quantization
         assert plugin is not None
-        if gram_II is None or self._method == "rtn":
+        if gram_II is None or self._method in (RTN, AWQ):
             values = weight.quantize(weight_OI)
         else:
             values = plugin.calibrate(weight, weight_OI, gram_II, self._method)

@@ -17,7 +17,7 @@ from fw.kinds.model import CausalLM
 from fw.locate import CONFIG
 from fw.meter.memory import OwnPeak
 from fw.place import place
-from fw.pretrained.block_pass import BlockPass, estimate, in_files
+from fw.pretrained.block_pass import BlockPass, Change, estimate, in_files
 from fw.pretrained.export import copy_beside
 from fw.pretrained.load import new_directory, write_json
 from fw.pretrained.rewriting import Look, Report, Source, check_memory, device_here, report
@@ -104,7 +104,7 @@ def sparsify(source: str | Path, to: str | Path, sparsity: Sparsity, method: str
     return report(found, to, method, len(shapes), text, **figures, estimated_bytes=needed, peak_bytes=peak.bytes)
 
 
-class _Zeros:
+class _Zeros(Change):
     """Some weights become zero."""
 
     doing = "pruning"
