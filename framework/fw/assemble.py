@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fw.checkpointing.placement import initialise, quantizing
-from fw.checkpointing.quantized_files import weights_of
+from fw import registry
+from fw.checkpointing.placement import initialise, local_part, quantizing
+from fw.checkpointing.quantized_files import quantization_for, weights_of
 from fw.checkpointing.tensor_files import ADAPTER, TensorFiles, adapter_for, weights_for
 from fw.errors import UserError
+from fw.kinds import KINDS
+from fw.kinds.attention import AttentionPlugin
 from fw.kinds.checkpoint import Reader
 from fw.kinds.data import Rows
-from fw.kinds.model import Adapters, CausalLM, Give, Init
+from fw.kinds.model import Adapters, CausalLM, Give, Init, ModelPlugin
+from fw.kinds.offload import OffloadPolicy
+from fw.kinds.quantization import QuantizationPlugin
 from fw.kinds.sharding import Stepper, StepSpec
+from fw.locate import find
 from fw.meter.flops import ModelFlops
 from fw.recipe import Recipe
 
@@ -28,12 +34,19 @@ class Assembly:
 
     Attributes:
         flops: the model needs for sequences of given lengths.
+        beside: a frozen model that the objective computes with.
     """
 
     model: CausalLM
     stepper: Stepper
     vocab_size: int
     flops: ModelFlops
+    beside: CausalLM | None = None
+
+    @property
+    def beside_weights(self) -> list[Tensor]:
+        """What this rank keeps of it."""
+        return [] if self.beside is None else [local_part(parameter.detach())[0] for parameter in self.beside.parameters()]
 
 
 @dataclass(frozen=True)
@@ -49,6 +62,7 @@ class Built:
     spec: StepSpec
     vocab_size: int
     flops: ModelFlops
+    beside: CausalLM | None = None
 
 
 def assemble(
@@ -71,7 +85,8 @@ def assemble(
         UserError: the checkpoint, or the directory training begins from, does not fit the model.
     """
     built = build(recipe, vocab_size, mesh, device, rows)
-    made = start(recipe, built, mesh, device, values(built.model, recipe.train.seed, checkpoint, recipe.model.weights))
+    give = values(built.model, recipe.train.seed, checkpoint, recipe.model.weights)
+    made = start(recipe, built, mesh, device, give, None if built.beside is None else beside_values(recipe, built.beside))
     if checkpoint is not None:
         made.stepper.load_optimizer_tensors(checkpoint.optimizer(made.stepper.placements()))
     return made
@@ -96,13 +111,67 @@ def build(recipe: Recipe, vocab_size: int, mesh: DeviceMesh | None, device: torc
             block.compile()
     recipe.sharding.shard(model, mesh, spec)
     recipe.offload.attach(model)
-    return Built(model, spec, vocab_size, flops)
+    beside = build_beside(recipe, vocab_size, spec, attention)
+    if beside is not None:
+        recipe.sharding.parallelize(beside, mesh)
+        recipe.sharding.shard(beside, mesh, replace(spec, offload=OffloadPolicy()))
+    return Built(model, spec, vocab_size, flops, beside)
 
 
-def start(recipe: Recipe, built: Built, mesh: DeviceMesh | None, device: torch.device, give: Give) -> Assembly:
-    """Leave the meta device: parameters have bytes from here on, their values by ``give``, and the step has an owner. Collective."""
+def start(
+    recipe: Recipe, built: Built, mesh: DeviceMesh | None, device: torch.device, give: Give, give_beside: Give | None = None
+) -> Assembly:
+    """Leave the meta device: parameters have bytes from here on, their values by ``give``, and the step has an owner. Collective.
+
+    Args:
+        give_beside: values of the model that the objective computes with; None for none.
+    """
+    if (beside := built.beside) is not None:
+        beside.materialise(device)
+        if give_beside is not None:
+            give_beside(beside.stored())
+        recipe.objective.use(beside)
     stepper = recipe.sharding.start(built.model, mesh, built.spec, device, give)
-    return Assembly(built.model, stepper, built.vocab_size, built.flops)
+    return Assembly(built.model, stepper, built.vocab_size, built.flops, beside)
+
+
+def build_beside(recipe: Recipe, vocab_size: int, spec: StepSpec, attention: AttentionPlugin) -> CausalLM | None:
+    """The frozen model that the objective computes with, whole, on the meta device.
+
+    Raises:
+        UserError: there is no such model, or it has other tokens.
+    """
+    if (wanted := recipe.objective.beside) is None:
+        return None
+    directory = find(wanted.path)
+    cls = registry.load("model", "auto", ModelPlugin, KINDS["model"].apis)
+    plugin = cls(cls.Config(path=str(directory)))
+    assert isinstance(plugin, ModelPlugin)
+    if plugin.vocab_size != vocab_size:
+        raise UserError(f"{wanted.option}: {wanted.path} has {plugin.vocab_size} tokens, this model {vocab_size}; they must be the same")
+    quantization = quantization_for(directory)
+    if quantization is None or wanted.quantization != "none":
+        quantizing_cls = registry.load("quantization", wanted.quantization, QuantizationPlugin, KINDS["quantization"].apis)
+        chosen = quantizing_cls(quantizing_cls.Config())
+        assert isinstance(chosen, QuantizationPlugin)
+        quantization = chosen
+    with torch.device("meta"):
+        model = plugin.build(vocab_size, recipe.train.sequence_length, attention)
+        model.quantized, model.quantization = quantization.apply(model, spec.precision.compute), quantization
+        model.to(spec.precision.compute)
+    return model.requires_grad_(False).eval()
+
+
+def beside_values(recipe: Recipe, model: CausalLM) -> Give:
+    """From its files.
+
+    Raises:
+        UserError: they do not fit it.
+    """
+    wanted = recipe.objective.beside
+    assert wanted is not None
+    filling = weights_for(weights_of(find(wanted.path)), model)
+    return quantizing(filling, model, filling.codes)
 
 
 def check(recipe: Recipe, vocab_size: int, device: torch.device, rows: Rows | None = None) -> None:
@@ -126,6 +195,7 @@ def check(recipe: Recipe, vocab_size: int, device: torch.device, rows: Rows | No
             plugin.check(model, recipe.mesh_shape, spec, recipe.train.sequence_length)
         recipe.attention.check(model, spec)
         recipe.objective.check(model, recipe.mesh_shape)
+        build_beside(recipe, vocab_size, spec, recipe.attention)
         recipe.optimizer.check(spec.device_type, spec.offload)
     except UserError as error:
         section = str(error).partition(".")[0]  # the option that is at fault is named first

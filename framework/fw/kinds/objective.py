@@ -4,12 +4,28 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import Tensor, nn
 
 from fw.kinds.model import CausalLM
 from fw.registry import Plugin
+
+
+@dataclass(frozen=True)
+class Beside:
+    """A frozen model that a loss computes with, beside the one that trains.
+
+    Attributes:
+        path: its directory, a run, or ``org/name`` of the hub.
+        quantization: a plugin for its weights, by name.
+        option: that says so, for who is told what is wrong.
+    """
+
+    path: str
+    quantization: str
+    option: str
 
 
 class ObjectivePlugin(Plugin):
@@ -29,6 +45,14 @@ class ObjectivePlugin(Plugin):
         Raises:
             UserError: with what would work, the option that is at fault first.
         """
+
+    @property
+    def beside(self) -> Beside | None:
+        """A model that it needs; on every rank, divided as sharding divides, in the dtype of compute."""
+        return None
+
+    def use(self, model: CausalLM) -> None:
+        """The model of :attr:`beside`, in evaluation mode, before the first step; called without a gradient."""
 
     def take_figures(self) -> tuple[list[float], int]:
         """Of this rank's training since the last call: sums of :attr:`figures`, and what they are to be divided by."""

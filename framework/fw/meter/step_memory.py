@@ -106,10 +106,18 @@ class StepMeter:
     Args:
         blocks: the model's; what is alive after the last one's forward are activations.
         recording: what sees the allocations.
+        beside: weights of another model that the step computes with.
     """
 
-    def __init__(self, stepper: Stepper, blocks: Sequence[nn.Module], device: torch.device, recording: Recording = allocations) -> None:
-        self._stepper, self._blocks, self._device, self._recording = stepper, blocks, device, recording
+    def __init__(
+        self,
+        stepper: Stepper,
+        blocks: Sequence[nn.Module],
+        device: torch.device,
+        recording: Recording = allocations,
+        beside: Sequence[Tensor] = (),
+    ) -> None:
+        self._stepper, self._blocks, self._device, self._recording, self._beside = stepper, blocks, device, recording, beside
         self._in_forward = False
         self._handles: list[RemovableHandle] = []
         self._seen: set[int] = set()
@@ -127,6 +135,7 @@ class StepMeter:
             self._found, self._begun = found, False
             kept = self._stepper.kept()
             found.known(WEIGHTS, kept.weights)
+            found.known(WEIGHTS, self._beside)
             found.known(BUFFERS, kept.buffers)
             found.known(GRADIENTS, kept.gradients)
             found.known(OPTIMIZER, kept.optimizer)

@@ -144,7 +144,7 @@ def _steps(
         # Optimizer state comes with the first step, DDP's final buckets with the second; of repeated blocks two steps must agree.
         for again in range(3 if number == 0 else 1 if repetition is None else 2):
             recording = ledger.recording if repetition is None else repetition.recording(again % 2)
-            meter = StepMeter(stepper, made.model.blocks, TRACED, _into(histories, recording))
+            meter = StepMeter(stepper, made.model.blocks, TRACED, _into(histories, recording), made.beside_weights)
             batch = [_unread(micro) for micro in local]
             with ledger.on_host():
                 ahead = [_unread(micro) for micro in read]  # Lightning reads a batch while the one before is computed

@@ -198,7 +198,8 @@ class TrainingModule(pl.LightningModule):
     def _measured_step(self, batch: Batch, step: int) -> None:
         self.last = None  # what the step frees must not be from before it, which its recording would not know
         recording = partial(allocations, lines=self.leaks.suspects)
-        self._follower = meter = StepMeter(self.assembly.stepper, self.assembly.model.blocks, self.strategy.root_device, recording)
+        made, device = self.assembly, self.strategy.root_device
+        self._follower = meter = StepMeter(made.stepper, made.model.blocks, device, recording, made.beside_weights)
         inputs = [tensor for micro in batch.micro_batches for tensor in micro.values()]
         with meter.step(inputs) as measured:
             self._step(batch)

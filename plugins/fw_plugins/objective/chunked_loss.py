@@ -94,7 +94,7 @@ class _Chunked(torch.autograd.Function):
                     if grad_x_TD is not None:
                         grad_x_TD[rows] = grad_cV @ product_VD
                     if grad_weight_VD is not None:
-                        _add_product(grad_weight_VD, grad_cV, x_cD)
+                        add_product(grad_weight_VD, grad_cV, x_cD)
                     del grad_cV  # before the next chunk's logits
         ctx.gradients = grad_x_TD, None if grad_weight_VD is None else grad_weight_VD.to(weight_VD.dtype)
         return total
@@ -138,7 +138,7 @@ def _chunk(
     return loss, grad_cV
 
 
-def _add_product(sum_VD: Tensor, grad_cV: Tensor, x_cD: Tensor) -> None:
+def add_product(sum_VD: Tensor, grad_cV: Tensor, x_cD: Tensor) -> None:
     """``sum += gradᵀ x``, in fp32 whatever the factors are; no second copy of the sum."""
     if grad_cV.dtype == sum_VD.dtype:
         sum_VD.addmm_(grad_cV.t(), x_cD)
