@@ -20,12 +20,12 @@ SINGLE, SEVERAL = "one process", "several ranks"
 INTRO = """
 `fw plan` against `fw profile` on configurations that were drawn by chance (`tools/bench accuracy --seed N`), each value of each knob in
 turn. For each one `fw plan FILE --json` runs first, once, in an empty directory with an empty cache, and then `fw profile FILE --json`:
-two steps measured by the allocator's own events, in processes of their own, once for one process and {repeats} times for several
-ranks, whose transfers overlap differently each time. Data are random ids. Nothing is fitted to these measurements, and no configuration is
-left out but those listed below. {machine}. fw at {commits}, measured {dates}.
+two steps (of each phase, where precision has phases) measured by the allocator's own events, in processes of their own, once for one
+process and {repeats} times for several ranks, whose transfers overlap differently each time. Data are random ids. Nothing is fitted to these
+measurements, and no configuration is left out but those listed below. {machine}. fw at {commits}, measured {dates}.
 """
 LEGEND = f"""
-Peak: of the rank that took most, in the second step, over all measurements. Predicted: `allocated_peak_bytes`, as a range from
+Peak: of the rank that took most, from the second step on, over all measurements. Predicted: `allocated_peak_bytes`, as a range from
 `allocated_peak_low_bytes` where the two differ. Error: (upper end of the prediction - highest measurement) ÷ highest measurement; below 0
 where more was taken than predicted. Within: every measured peak lies in the predicted range, up to {TOLERANCE:.1%} of it. Bytes: whether
 the maxima of parameters, gradients and optimizer state are right to the byte on every rank in every measurement, else which are not. Worst
