@@ -21,8 +21,8 @@ INTRO = """
 `fw plan` against `fw profile` on configurations that were drawn by chance (`tools/bench accuracy --seed N`), each value of each knob in
 turn. For each one `fw plan FILE --json` runs first, once, in an empty directory with an empty cache, and then `fw profile FILE --json`:
 two steps (of each phase, where precision has phases) measured by the allocator's own events, in processes of their own, once for one
-process and {repeats} times for several ranks, whose transfers overlap differently each time. Data are random ids. Nothing is fitted to these
-measurements, and no configuration is left out but those listed below. {machine}. fw at {commits}, measured {dates}.
+process and {repeats} times for several ranks, whose transfers overlap differently each time. Data are random ids. Nothing is fitted to
+these measurements, and no configuration is left out but those listed below. {machine}. fw at {commits}, measured {dates}.
 """
 LEGEND = f"""
 Peak: of the rank that took most, from the second step on, over all measurements. Predicted: `allocated_peak_bytes`, as a range from

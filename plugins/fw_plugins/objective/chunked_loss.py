@@ -9,6 +9,7 @@ Shape suffixes: T tokens, c tokens of a chunk, V vocabulary, D width.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,10 +102,14 @@ class _Chunked(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        grad_x_TD, grad_weight_VD = ctx.gradients
-        del ctx.gradients
-        scaled = (None if g is None else g.mul_(grad.to(g.dtype)) for g in (grad_x_TD, grad_weight_VD))
-        return (*scaled, None, None, None, None)
+        return (*scaled(ctx, grad), None, None, None, None)
+
+
+def scaled(ctx: Any, grad: Tensor) -> Iterator[Tensor | None]:
+    """The gradients that forward has left there, times that of what it gave; in their memory."""
+    gradients: tuple[Tensor | None, ...] = ctx.gradients
+    del ctx.gradients
+    return (None if each is None else each.mul_(grad.to(each.dtype)) for each in gradients)
 
 
 def _chunk(

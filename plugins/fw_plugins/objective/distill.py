@@ -16,7 +16,7 @@ from fw.kinds.data import IGNORED
 from fw.kinds.model import CausalLM, Head, LinearHead
 from fw.kinds.objective import Beside, ObjectivePlugin
 from fw.kinds.sharding import TENSOR
-from fw_plugins.objective.chunked_loss import TokenLoss, add_product
+from fw_plugins.objective.chunked_loss import TokenLoss, add_product, scaled
 
 
 @dataclass
@@ -214,10 +214,7 @@ class _Chunked(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-        grad_x_TD, grad_weight_VD = ctx.gradients
-        del ctx.gradients
-        scaled = (None if g is None else g.mul_(grad.to(g.dtype)) for g in (grad_x_TD, grad_weight_VD))
-        return (*scaled, None, None, None, None, None)
+        return (*scaled(ctx, grad), None, None, None, None, None)
 
 
 def _chunk(z_cV: Tensor, teacher_cV: Tensor, labels_c: Tensor, loss: DistillLoss, softcap: float | None) -> tuple[Tensor, Tensor]:

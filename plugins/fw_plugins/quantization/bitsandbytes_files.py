@@ -15,9 +15,8 @@ from torch import Tensor
 
 from fw.errors import UserError
 from fw.kinds.model import Quantized
-from fw.kinds.quantization import StoredWeight
-from fw_plugins.quantization.coded import Quantize
-from fw_plugins.quantization.four_bits import ABSMAX, NESTED, NESTED_BLOCK, OFFSET, Layout, load_kernels, tables
+from fw_plugins.quantization.coded import CodedWeight, Quantize
+from fw_plugins.quantization.four_bits import ABSMAX, NESTED, NESTED_BLOCK, OFFSET, Layout, tables
 
 STATE = "quant_state.bitsandbytes__"
 _BESIDE = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
@@ -34,21 +33,23 @@ def stored(names: Collection[str], quant_type: str) -> dict[str, tuple[str, ...]
     return found
 
 
-class FourBitWeight(StoredWeight):
+class FourBitWeight(CodedWeight):
     """One of them. What it is made of is read when it is asked for.
 
     Raises:
         UserError: its description is none, or of something that is not known here.
     """
 
+    layout: Layout
+
     def __init__(self, name: str, quant_type: str, read: Callable[[str], Tensor]) -> None:
-        self._name, self._read = name, read
+        self._read = read
         try:
             state: dict[str, Any] = json.loads(bytes(read(f"{name}.{STATE}{quant_type}").tolist()))
             out, into = (int(size) for size in state["shape"])
             nested = "nested_offset" in state
             self.layout = Layout((out, into), quant_type, int(state["blocksize"]), nested)
-            self._dtype = getattr(torch, state["dtype"])
+            super().__init__(name, getattr(torch, state["dtype"]))
             self._offset = float(state["nested_offset"]) if nested else 0.0
             known = state["quant_type"] == quant_type and (not nested or state["nested_blocksize"] == NESTED_BLOCK)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -56,28 +57,7 @@ class FourBitWeight(StoredWeight):
         if not known or not isinstance(self._dtype, torch.dtype):
             raise UserError(f"{name}: codes of another kind than are known here: {state}")
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Of the weight itself."""
-        return self.layout.features
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the weight before."""
-        return self._dtype
-
-    def dense(self) -> Tensor:
-        """What the codes stand for."""
-        load_kernels()
-        return self.layout.dequantize(tuple(self._values().values()), self._dtype)
-
-    def kept(self, weight: Quantized) -> Mapping[str, Tensor] | None:
-        """The same bytes, where blocks are the same."""
-        if not isinstance(weight.quantize, Quantize) or weight.quantize.layout != self.layout:
-            return None
-        return weight.quantize.named(self._values())
-
-    def _values(self) -> dict[str, Tensor]:
+    def values(self) -> dict[str, Tensor]:
         """In the order of :meth:`Layout.kept`."""
         codes, absmax = self._read(self._name), self._read(f"{self._name}.absmax")
         table = self._read(f"{self._name}.quant_map")

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from fw.errors import UserError
 from fw.kinds.model import CausalLM, Quantized
-from fw.kinds.quantization import QuantizationPlugin
+from fw.kinds.quantization import QuantizationPlugin, StoredWeight
 from fw.registry import Conflicts
 
 CONFLICTS = (
@@ -63,6 +63,39 @@ class Quantize:
     def named(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """By the model's names."""
         return {name: values[key] for key, name in self.names().items()}
+
+
+class CodedWeight(StoredWeight):
+    """One that files hold in a layout that a layer may keep it in."""
+
+    layout: Layout
+
+    def __init__(self, name: str, dtype: torch.dtype) -> None:
+        self._name, self._dtype = name, dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the weight itself."""
+        return self.layout.features
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weight before."""
+        return self._dtype
+
+    @abstractmethod
+    def values(self) -> dict[str, Tensor]:
+        """What a layer keeps, in the order of :meth:`Layout.kept`, read now."""
+
+    def dense(self) -> Tensor:
+        """What the codes stand for."""
+        return self.layout.dequantize(tuple(self.values().values()), self._dtype)
+
+    def kept(self, weight: Quantized) -> Mapping[str, Tensor] | None:
+        """The same bytes, where the layout is the same."""
+        if not isinstance(weight.quantize, Quantize) or weight.quantize.layout != self.layout:
+            return None
+        return weight.quantize.named(self.values())
 
 
 class CodedLinear(nn.Linear):

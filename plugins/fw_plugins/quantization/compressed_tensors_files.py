@@ -15,8 +15,7 @@ from torch import Tensor
 
 from fw.errors import UserError
 from fw.kinds.model import Quantized
-from fw.kinds.quantization import StoredWeight
-from fw_plugins.quantization.coded import Quantize
+from fw_plugins.quantization.coded import CodedWeight, Quantize
 from fw_plugins.quantization.grouped import SCALE, ZERO, Grouped, pack, unpack
 
 METHOD, FORM = "compressed-tensors", "pack-quantized"
@@ -87,43 +86,25 @@ def _beside(weight: str, key: str) -> str:
     return f"{weight.removesuffix('weight')}{key}"
 
 
-class PackedWeight(StoredWeight):
+class PackedWeight(CodedWeight):
     """One of them. What it is made of is read when it is asked for.
 
     Raises:
         UserError: its tensors do not fit one another.
     """
 
+    layout: Grouped
+
     def __init__(self, name: str, bits: int, symmetric: bool, read: Callable[[str], Tensor]) -> None:
-        self._name, self._read = name, read
-        self._scale_OG = read(_beside(name, SCALE))
+        self._read, self._scale_OG = read, read(_beside(name, SCALE))
+        super().__init__(name, self._scale_OG.dtype)
         shape = tuple(int(size) for size in read(f"{name}{_SHAPE}").tolist())
         rows, groups = self._scale_OG.shape
         if len(shape) != 2 or shape[0] != rows or shape[1] % groups:
             raise UserError(f"{name}: scales {list(self._scale_OG.shape)} do not divide a weight {list(shape)}")
         self.layout = Grouped((shape[0], shape[1]), bits, shape[1] // groups, symmetric)
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Of the weight itself."""
-        return self.layout.features
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the scales, as that of the weight was."""
-        return self._scale_OG.dtype
-
-    def dense(self) -> Tensor:
-        """What the codes stand for."""
-        return self.layout.dequantize(tuple(self._values().values()), self.dtype)
-
-    def kept(self, weight: Quantized) -> Mapping[str, Tensor] | None:
-        """The same codes, where groups are the same."""
-        if not isinstance(weight.quantize, Quantize) or weight.quantize.layout != self.layout:
-            return None
-        return weight.quantize.named(self._values())
-
-    def _values(self) -> dict[str, Tensor]:
+    def values(self) -> dict[str, Tensor]:
         """In the order of :meth:`Grouped.kept`."""
         bits, (rows, _) = self.layout.bits, self.layout.features
         packed = self._read(f"{self._name}{_PACKED}").contiguous().view(torch.uint8)
