@@ -24,14 +24,11 @@ from fw.config import format_size, parse_size
 from fw.errors import UserError
 from fw.kinds.data import Say
 from fw.kinds.model import CausalLM, Width
-from fw.locate import CONFIG
 from fw.meter.memory import OwnPeak
-from fw.place import place
 from fw.pretrained.block_by_block import BlockByBlock
 from fw.pretrained.block_pass import embedded, estimate, grams, in_files, perplexity, through, write_spooled
 from fw.pretrained.calibration import CalibrationText
-from fw.pretrained.export import copy_beside
-from fw.pretrained.load import new_directory, write_json
+from fw.pretrained.load import new_directory
 from fw.pretrained.rewriting import Look, Report, Source, check_memory, device_here, model_plugin, report
 
 LAYERS = "layers"
@@ -77,8 +74,7 @@ def prune(source: str | Path, to: str | Path, keep: Mapping[str, int], look: Loo
         scores, before = _look(runner, text, widths)
         kept = _chosen(scores, keep)
         tell(f"left out: {_left_out(scores, kept, widths)}")
-        copy_beside(place(found.directory), made)
-        write_json(made / CONFIG, {**_config(model, widths, keep, kept), "dtype": str(found.dtype).removeprefix("torch.")})
+        found.finish(made, _config(model, widths, keep, kept))
         small = _small(made, found)
         spool = made / "spool"
         spool.mkdir()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -12,20 +11,16 @@ import torch
 from torch import Tensor, nn
 
 from fw import registry
-from fw.config import format_size, parse_size
+from fw.config import format_size
 from fw.errors import UserError
 from fw.kinds import KINDS
 from fw.kinds.data import Say
 from fw.kinds.model import CausalLM
 from fw.kinds.quantization import QuantizationPlugin
-from fw.locate import CONFIG
-from fw.meter.memory import OwnPeak
-from fw.place import place
 from fw.pretrained.awq import rescale
-from fw.pretrained.block_pass import BlockPass, Change, estimate
-from fw.pretrained.export import copy_beside
-from fw.pretrained.load import file_name, new_directory, write_json
-from fw.pretrained.rewriting import Look, Report, Source, check_memory, device_here, report
+from fw.pretrained.block_pass import Change, estimate
+from fw.pretrained.load import file_name
+from fw.pretrained.rewriting import Look, Report, Source, check_memory, rewrite
 
 RTN, AWQ = "rtn", "awq"
 _GROUP_SIZE, _WHOLE_ROWS = "group_size", -1
@@ -46,7 +41,6 @@ def quantize(
     Raises:
         UserError: no such model, options that do not fit it, or more memory is needed than ``look.memory``.
     """
-    device = device_here()
     found = Source(source, look)
     model = found.build().to(found.dtype)
     coded, size = _coded(found, method, quantization, settings)
@@ -61,19 +55,8 @@ def quantize(
     check_memory(look, needed, format_size)
     groups = "a scale for each row" if size == _WHOLE_ROWS else f"a scale for {size} neighbours"
     tell(f"{len(shapes)} layers of {len(model.blocks)} blocks, {groups}; memory: at most {format_size(needed)}, by estimate")
-    with OwnPeak(device) as peak, new_directory(Path(to)) as made:
-        spool = made / "spool"
-        spool.mkdir()
-        work = BlockPass(found.runner(model, device), _Codes(model, coded, method), text, spool)
-        before, after = work.run()
-        total = work.write(made, parse_size(look.max_shard_size))
-        shutil.rmtree(spool)
-        copy_beside(place(found.directory), made)
-        plain = {key: value for key, value in found.config.items() if key not in ("torch_dtype", "quantization_config")}
-        written = {"dtype": str(found.dtype).removeprefix("torch."), "quantization_config": dict(coded.quantization.hf_config(coded))}
-        write_json(made / CONFIG, {**plain, **written})
-    figures = {"perplexity_before": before, "perplexity_after": after, "bytes_after": total}
-    return report(found, to, method, len(shapes), text, **figures, estimated_bytes=needed, peak_bytes=peak.bytes)
+    config = {"quantization_config": dict(coded.quantization.hf_config(coded))}
+    return rewrite(found, model, _Codes(model, coded, method), text, to, method, needed, config)
 
 
 def _coded(source: Source, method: str, quantization: str, settings: Mapping[str, Any]) -> tuple[CausalLM, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,16 +14,24 @@ import torch
 from fw import registry
 from fw.checkpointing.quantized_files import weights_of
 from fw.checkpointing.tensor_files import TensorFiles, weights_for
+from fw.config import parse_size
 from fw.errors import UserError
 from fw.kinds import KINDS
 from fw.kinds.attention import AttentionPlugin
 from fw.kinds.data import IGNORED, Say
 from fw.kinds.model import CausalLM, ModelPlugin
-from fw.locate import find
+from fw.locate import CONFIG, find
+from fw.meter.memory import OwnPeak
+from fw.place import place
 from fw.pretrained.block_by_block import BlockByBlock
+from fw.pretrained.block_pass import BlockPass, Change
 from fw.pretrained.calibration import PYTHON_DOCS, CalibrationText, calibration_text
 from fw.pretrained.directory import read_config
-from fw.pretrained.export import DTYPE_NAMES
+from fw.pretrained.export import DTYPE_NAMES, copy_beside
+from fw.pretrained.load import new_directory, write_json
+
+_WRITTEN = ("torch_dtype", "quantization_config")
+"""What config.json says of the weights themselves."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +89,7 @@ class Source:
         self.files = weights_of(self.directory)
         self.dtype = _dtype(look, self.files)
         self.length = _length(look, self.config)
-        self._look = look
+        self.look = look
         attention = registry.load("attention", "sdpa", AttentionPlugin, KINDS["attention"].apis)
         made = attention(attention.Config())
         assert isinstance(made, AttentionPlugin)
@@ -99,13 +108,48 @@ class Source:
 
     def text(self, tell: Say) -> CalibrationText:
         """That it is looked at with."""
-        look = self._look
+        look = self.look
         return calibration_text(look.text, Path(str(self.directory)), look.rows, look.held_out, self.length, tell)
+
+    def finish(self, made: Path, config: Mapping[str, Any]) -> None:
+        """Write what belongs to a model directory beside its weights."""
+        copy_beside(place(self.directory), made)
+        write_json(made / CONFIG, {**config, "dtype": str(self.dtype).removeprefix("torch.")})
 
     @property
     def nbytes(self) -> int:
         """Of its weights."""
         return sum(math.prod(self.files.shape(name)) * self.files.dtype(name).itemsize for name in self.files.where)
+
+
+def rewrite(
+    source: Source,
+    model: CausalLM,
+    change: Change,
+    text: CalibrationText,
+    to: str | Path,
+    method: str,
+    needed: int,
+    config: Mapping[str, Any] | None = None,
+) -> Report:
+    """Write the model directory ``to``, of the same shape, whose linear layers are changed block by block.
+
+    Args:
+        model: as :meth:`Source.build` gives it, in the dtype of the source.
+        needed: bytes, by estimate.
+        config: what ``config.json`` says besides.
+    """
+    device = device_here()
+    with OwnPeak(device) as peak, new_directory(Path(to)) as made:
+        spool = made / "spool"
+        spool.mkdir()
+        work = BlockPass(source.runner(model, device), change, text, spool)
+        before, after = work.run()
+        total = work.write(made, parse_size(source.look.max_shard_size))
+        shutil.rmtree(spool)
+        source.finish(made, {key: value for key, value in source.config.items() if key not in _WRITTEN} | dict(config or {}))
+    figures = {"perplexity_before": before, "perplexity_after": after, "bytes_after": total}
+    return report(source, to, method, len(change.names), text, **figures, estimated_bytes=needed, peak_bytes=peak.bytes)
 
 
 def model_plugin(directory: Any) -> ModelPlugin:

@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import re
-import shutil
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torch import Tensor, nn
 
-from fw.config import format_size, parse_size
+from fw.config import format_size
 from fw.errors import UserError
 from fw.kinds.data import Say
 from fw.kinds.model import CausalLM
-from fw.locate import CONFIG
-from fw.meter.memory import OwnPeak
-from fw.place import place
-from fw.pretrained.block_pass import BlockPass, Change, estimate, in_files
-from fw.pretrained.export import copy_beside
-from fw.pretrained.load import new_directory, write_json
-from fw.pretrained.rewriting import Look, Report, Source, check_memory, device_here, report
+from fw.pretrained.block_pass import Change, estimate, in_files
+from fw.pretrained.rewriting import Look, Report, Source, check_memory, rewrite
 
 METHODS = ("wanda", "magnitude")
 
@@ -78,7 +72,7 @@ def sparsify(source: str | Path, to: str | Path, sparsity: Sparsity, method: str
     """
     if method not in METHODS:
         raise UserError(f"--method {method} is unknown (there are: {', '.join(METHODS)})")
-    device, found = device_here(), Source(source, look)
+    found = Source(source, look)
     model = found.build().to(found.dtype)
     change = _Zeros(model, sparsity)
     shapes = [(p.shape[0], p.shape[1]) for p in map(model.get_parameter, change.names)]
@@ -90,18 +84,7 @@ def sparsify(source: str | Path, to: str | Path, sparsity: Sparsity, method: str
     needed = estimate(model, shapes, text, found.dtype)
     check_memory(look, needed, format_size)
     tell(f"{len(shapes)} layers of {len(model.blocks)} blocks; memory: at most {format_size(needed)}, by estimate")
-    with OwnPeak(device) as peak, new_directory(Path(to)) as made:
-        spool = made / "spool"
-        spool.mkdir()
-        work = BlockPass(found.runner(model, device), change, text, spool)
-        before, after = work.run()
-        total = work.write(made, parse_size(look.max_shard_size))
-        shutil.rmtree(spool)
-        copy_beside(place(found.directory), made)
-        plain = {key: value for key, value in found.config.items() if key not in ("torch_dtype", "quantization_config")}
-        write_json(made / CONFIG, {**plain, "dtype": str(found.dtype).removeprefix("torch.")})
-    figures = {"perplexity_before": before, "perplexity_after": after, "bytes_after": total}
-    return report(found, to, method, len(shapes), text, **figures, estimated_bytes=needed, peak_bytes=peak.bytes)
+    return rewrite(found, model, change, text, to, method, needed)
 
 
 class _Zeros(Change):
