@@ -200,15 +200,15 @@ def estimate(model: CausalLM, changed: Collection[tuple[int, int]], text: Calibr
     """Bytes at most: what is outside of blocks, the largest block, changing its largest layer, hidden states, logits of some rows.
 
     Args:
-        changed: features out and in of the layers.
+        changed: features out and in of the layers, if there are any.
     """
     inside = [sum(p.numel() for p in block.parameters()) for block in model.blocks]
     width = max(p.numel() for block in model.blocks for p in block.parameters() if p.dim() == 1)  # a norm has that of the hidden states
     outside = sum(p.numel() for p in model.parameters()) - sum(inside)
     fitted, length = len(text.ids_NL), text.held_out_ids_ML.shape[1]
-    widest = max(max(shape) for shape in changed)
+    widest = max((max(shape) for shape in changed), default=0)
     largest = sorted((into * into for _, into in changed), reverse=True)[: -(-len(changed) // max(1, len(inside)))]
-    layer = max(5 * out * into + (4 * into * into if fitted else 0) for out, into in changed)
+    layer = max((5 * out * into + (4 * into * into if fitted else 0) for out, into in changed), default=0)
     states = (fitted + 2 * len(text.held_out_ids_ML)) * length * width
     passing = ROWS * length * (8 * width + 4 * widest)
     logits = ROWS * length * model.vocab_size * (dtype.itemsize + 2 * 4)

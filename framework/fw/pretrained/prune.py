@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 from tqdm import tqdm
 
 from fw.checkpointing.tensor_files import TensorFiles, weights_for
@@ -64,9 +64,8 @@ def prune(source: str | Path, to: str | Path, keep: Mapping[str, int], look: Loo
     model = found.build().to(found.dtype)
     widths = _widths(model, keep)
     text = found.text(tell)
-    seen = [model.blocks[0].get_submodule(width.seen_by) for width in widths.values()] or [nn.Linear(1, 1, device="meta")]
-    shapes = [(int(layer.weight.shape[0]), int(layer.weight.shape[1])) for layer in seen]  # type: ignore[index]
-    needed = estimate(model, shapes, text, found.dtype)
+    seen = [model.blocks[0].get_parameter(f"{width.seen_by}.weight") for width in widths.values()]
+    needed = estimate(model, [(weight.shape[0], weight.shape[1]) for weight in seen], text, found.dtype)
     check_memory(look, needed, format_size)
     tell(f"{len(model.blocks)} blocks; memory: at most {format_size(needed)}, by estimate")
     with OwnPeak(device) as peak, new_directory(Path(to)) as made:
