@@ -72,8 +72,8 @@ def test_what_does_not_fit_is_refused(tmp_path, capsys):
     config, tensors = json.loads(path.read_text()), load_file(weights)
     save_file({**tensors, "base_model.model.other.lora_A.weight": torch.zeros(4, 16)}, weights)
     assert merge(tmp_path) == 2 and "base_model.model.other.lora_A.weight" in capsys.readouterr().err
-    path.write_text(json.dumps({**config, "peft_type": "IA3"}))
-    assert merge(tmp_path) == 2 and "IA3" in capsys.readouterr().err
+    path.write_text(json.dumps({**config, "peft_type": "LOHA"}))
+    assert merge(tmp_path) == 2 and "LOHA" in capsys.readouterr().err
     path.write_text(json.dumps(config))
     weights.rename(weights.with_suffix(".bin"))
     assert merge(tmp_path) == 2 and "pickle" in capsys.readouterr().err

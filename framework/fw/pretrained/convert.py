@@ -26,7 +26,8 @@ from fw.locate import find
 from fw.place import place
 from fw.pretrained.directory import read_config
 from fw.pretrained.export import copy_beside
-from fw.pretrained.load import new_directory, write_json
+from fw.pretrained.load import write_json
+from fw.pretrained.new_directory import new_directory
 from fw.pretrained.reading import plugin_for, plugin_name
 
 MAX_SHARD_SIZE = "5GiB"

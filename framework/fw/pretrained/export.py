@@ -20,7 +20,8 @@ from fw.errors import UserError
 from fw.locate import CONFIG, find
 from fw.place import Place, place
 from fw.pretrained.directory import read_config
-from fw.pretrained.load import new_directory, write_json, write_weights
+from fw.pretrained.load import write_json, write_weights
+from fw.pretrained.new_directory import new_directory
 from fw.pretrained.reading import plugin_name
 
 DTYPE_NAMES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

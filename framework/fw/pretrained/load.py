@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import shutil
-import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,6 +27,7 @@ from fw.kinds.model import CausalLM, HFTensor, ModelPlugin
 from fw.kinds.quantization import QuantizationPlugin
 from fw.locate import ADAPTER_CONFIG, CONFIG, find, inside
 from fw.pretrained.directory import read_adapter_config
+from fw.pretrained.new_directory import new_directory
 from fw.pretrained.reading import peft_for
 from fw.registry import Plugin
 
@@ -154,44 +153,6 @@ def file_name(model: CausalLM, name: str) -> str:
             f"{name} is no tensor of its own in files, which hold nothing quantized but that; save the model without quantization"
         )
     return of[0].name
-
-
-class new_directory:
-    """A directory that appears under its name only when the ``with`` block has succeeded."""
-
-    def __init__(self, path: Path, overwrite: bool = False) -> None:
-        self.path = path.resolve()
-        self._made: Path | None = None
-        if not path.exists():
-            return
-        if not path.is_dir():
-            raise UserError(f"{path} is a file; give another directory")
-        foreign = [inner.name for inner in sorted(path.iterdir()) if not (overwrite and _is_of_a_model(inner))]
-        if foreign:
-            raise UserError(f"{path} exists already and holds {foreign[0]}; give another directory, or remove it")
-
-    def __enter__(self) -> Path:
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._made = Path(tempfile.mkdtemp(prefix=f".{self.path.name}.", suffix=".tmp", dir=self.path.parent))
-            self._made.chmod(0o755)
-        except OSError as error:
-            raise UserError(f"{self.path} cannot be made: {error.strerror}; give another directory") from None
-        return self._made
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        assert self._made is not None
-        if kind is not None:
-            shutil.rmtree(self._made, ignore_errors=True)
-            return
-        if self.path.is_dir():
-            shutil.rmtree(self.path)
-        self._made.rename(self.path)
-
-
-def _is_of_a_model(path: Path) -> bool:
-    """Whether :func:`save_model` may have written it."""
-    return path.suffix in (".json", ".jinja", ".safetensors") or path.name == "additional_chat_templates"
 
 
 def write_weights(directory: Path, tensors: Mapping[str, Sized], value: Callable[[str], Tensor], max_bytes: int) -> None:

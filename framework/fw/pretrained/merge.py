@@ -1,4 +1,4 @@
-"""A LoRA adapter in peft's format, merged into the weights of its base."""
+"""An adapter in peft's format (LoRA, DoRA, (IA)³), merged into the weights of its base."""
 
 from __future__ import annotations
 
@@ -18,13 +18,15 @@ from fw.config import parse_size
 from fw.errors import UserError
 from fw.locate import ADAPTER_CONFIG, CONFIG, find
 from fw.place import place
-from fw.pretrained.directory import read_config
+from fw.pretrained.directory import read_adapter_config, read_config
 from fw.pretrained.export import DTYPE_NAMES, copy_beside
-from fw.pretrained.load import new_directory, write_json, write_weights
+from fw.pretrained.load import write_json, write_weights
+from fw.pretrained.new_directory import new_directory
 
 _PREFIX = "base_model.model."
 _LORA = re.compile(r"(.+)\.lora_(A|B|embedding_A|embedding_B|magnitude_vector)(?:\.weight)?")
 _BASE_LAYER = ".base_layer.weight"
+_SCALE = ".ia3_l"
 _UNSUPPORTED = ("alora_invocation_tokens", "arrow_config", "trainable_token_indices", "target_parameters", "megatron_config")
 
 
@@ -53,7 +55,7 @@ class Adapter:
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(f"{path} cannot be read as an adapter's configuration ({type(error).__name__}: {error})") from None
         if self.config.get("peft_type") != "LORA":
-            raise UserError(f"{path}: peft_type {self.config.get('peft_type')} is no LoRA, the only kind merged here")
+            raise UserError(f"{path}: peft_type {self.config.get('peft_type')} cannot be merged here; LORA and IA3 can")
         if unsupported := [key for key in _UNSUPPORTED if self.config.get(key)]:
             raise UserError(f"{path}: {', '.join(unsupported)} cannot be merged here")
         if self.config.get("bias", "none") != "none" or self.config.get("lora_bias"):
@@ -121,6 +123,45 @@ class Adapter:
         return next((value for pattern, value in patterns.items() if re.match(rf"(.*\.)?({pattern})$", module)), default)
 
 
+class Scales:
+    """The tensors of an (IA)³ adapter: factors of what linear layers see, or of what they give. As :class:`Adapter`.
+
+    Raises:
+        UserError: it has tensors that the base has no place for.
+    """
+
+    def __init__(self, directory: Path, base: TensorFiles) -> None:
+        config = read_adapter_config(directory)
+        if config.get("modules_to_save"):
+            raise UserError(f"{directory / ADAPTER_CONFIG}: modules_to_save beside (IA)³ cannot be merged here")
+        self._transposed = bool(config.get("fan_in_fan_out"))
+        self.files = TensorFiles(directory, "adapter_model")
+        self.changed: dict[str, dict[str, str]] = {}
+        for name in self.files.where:
+            module = name.removeprefix(_PREFIX).removesuffix(_SCALE)
+            if not name.endswith(_SCALE) or f"{module}.weight" not in base.where:
+                raise UserError(f"{directory} has tensors that nothing in {base.directory} matches: {name}")
+            self.changed[f"{module}.weight"] = {_SCALE: name}
+            if f"{module}.bias" in base.where and self.files.shape(name)[1] == 1:  # of what the layer gives, its bias with it
+                self.changed[f"{module}.bias"] = {_SCALE: name}
+
+    def merged(self, target: str, weight: Tensor) -> Tensor:
+        """The base's tensor times its factors, in its dtype; products are taken in fp32."""
+        scale = self.files.whole(self.changed[target][_SCALE]).float()
+        if target.endswith(".bias"):
+            return (weight.float() * scale.flatten()).to(weight.dtype)
+        rows = weight.float().t() if self._transposed else weight.float()
+        if any(size not in (1, of) for size, of in zip(scale.shape, rows.shape, strict=True)):
+            raise UserError(f"the scale of {target} is {list(scale.shape)}, the base's weight {list(weight.shape)}")
+        scaled = rows * scale
+        return (scaled.t() if self._transposed else scaled).to(weight.dtype)
+
+
+def _change(directory: Path, base: TensorFiles) -> Adapter | Scales:
+    scales = read_adapter_config(directory).get("peft_type") == "IA3"
+    return Scales(directory, base) if scales else Adapter(directory, base)
+
+
 def merge(base: str | Path, adapter: str | Path, to: str | Path, dtype: str | None = None, max_shard_size: str = "5GiB") -> int:
     """Write the model directory ``to``, one tensor in memory at a time; returns how many tensors the adapter changed.
 
@@ -135,7 +176,7 @@ def merge(base: str | Path, adapter: str | Path, to: str | Path, dtype: str | No
     directory = find(base)
     config = read_config(directory)
     files = weights_of(directory)
-    change = Adapter(find(adapter, ADAPTER_CONFIG), files)
+    change = _change(find(adapter, ADAPTER_CONFIG), files)
     wanted = DTYPE_NAMES[dtype] if dtype else None
 
     def cast(found: torch.dtype) -> torch.dtype:

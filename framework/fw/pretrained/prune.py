@@ -28,7 +28,7 @@ from fw.meter.memory import OwnPeak
 from fw.pretrained.block_by_block import BlockByBlock
 from fw.pretrained.block_pass import embedded, estimate, grams, in_files, perplexity, through, write_spooled
 from fw.pretrained.calibration import CalibrationText
-from fw.pretrained.load import new_directory
+from fw.pretrained.new_directory import new_directory
 from fw.pretrained.rewriting import Look, Report, Source, check_memory, device_here, model_plugin, report
 
 LAYERS = "layers"

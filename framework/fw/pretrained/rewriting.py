@@ -28,7 +28,8 @@ from fw.pretrained.block_pass import BlockPass, Change
 from fw.pretrained.calibration import PYTHON_DOCS, CalibrationText, calibration_text
 from fw.pretrained.directory import read_config
 from fw.pretrained.export import DTYPE_NAMES, copy_beside
-from fw.pretrained.load import new_directory, write_json
+from fw.pretrained.load import write_json
+from fw.pretrained.new_directory import new_directory
 
 _WRITTEN = ("torch_dtype", "quantization_config")
 """What config.json says of the weights themselves."""
