@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
+from fw.checkpointing.placement import local_part
 from fw.meter.account import Rules
 from fw.meter.allocations import allocations
 from fw.planning.ledger import Ledger
@@ -147,6 +152,19 @@ def test_modules_made_before_are_converted_on_the_meta_device():
         assert linear.weight is weight and type(weight) is nn.Parameter and weight.dtype == torch.bfloat16 and weight.is_meta
         linear.to_empty(device="cpu")
         assert linear.weight.dtype == torch.bfloat16 and ledger.live_bytes == 20_000
+
+
+@pytest.mark.parametrize("rank, part", [(0, slice(0, 3)), (1, slice(3, 5))])
+def test_parts_stand_where_they_do(rank: int, part: slice):
+    """And not at 1, as numbers that nobody computes would say."""
+    dist.init_process_group("fake", rank=rank, world_size=2, store=FakeStore())
+    try:
+        mesh = init_device_mesh("cpu", (2,))
+        with Ledger():
+            tensor = DTensor.from_local(torch.empty(part.stop - part.start, 4), mesh, [Shard(0)], shape=(5, 4), stride=(4, 1))
+            assert local_part(tensor)[1] == (part, slice(0, 4))
+    finally:
+        dist.destroy_process_group()
 
 
 def test_everything_is_as_it_was_afterwards():

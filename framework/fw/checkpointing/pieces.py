@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from fw.checkpointing.placement import local_part
 from fw.kinds.checkpoint import Kept, Part, Piece, Ranks, Region
@@ -35,6 +36,21 @@ class Placed(Kept):
 def kept(tensor: Tensor | Kept) -> Kept:
     """A tensor as its pieces."""
     return tensor if isinstance(tensor, Kept) else Placed(tensor)
+
+
+def kept_elements(tensor: Tensor | Kept) -> int:
+    """That this rank keeps of a tensor; where they stand is not looked at, which for strided shards takes long."""
+    if isinstance(tensor, Tensor):
+        return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).numel()
+    piece = tensor.piece()
+    if piece is None:
+        return 0
+    return math.prod(one.stop - one.start for one in ([piece.where] if isinstance(piece.where, slice) else piece.where))
+
+
+def is_divided(part: Part) -> bool:
+    """Whether this rank does not keep all of the tensor that it is of."""
+    return kept_elements(part.tensor) < math.prod(part.tensor.shape)
 
 
 def encode(piece: Piece | None) -> Where:

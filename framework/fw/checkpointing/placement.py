@@ -37,6 +37,9 @@ def initialise(tensor: Tensor, name: str, init: Init, seed: int) -> None:
     local, where = local_part(tensor)
     if local.numel() == 0:
         return
+    if init.values is not None:
+        local.copy_(init.values(seed, name)[where])
+        return
     if not (init.std or init.bound):
         local.fill_(init.value)
         return

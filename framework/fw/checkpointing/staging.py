@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import functools
+import math
 import mmap
 import threading
 from collections.abc import Mapping, Sequence
@@ -17,7 +18,8 @@ from fw.checkpointing.pieces import Layout, kept
 from fw.kinds.checkpoint import Kept, Part, Piece, Ranks, Region, Snapshot
 
 _ALIGNED = 64
-_PINNED_BYTES = 64 << 20
+PINNED_BYTES = 64 << 20
+"""Of each of two buffers that a GPU copies to."""
 _MADV_POPULATE_WRITE = 23
 """Linux 5.14; not among Python's constants yet."""
 
@@ -69,8 +71,7 @@ class Stage:
             piece = tensor.piece() if gives else None
             offers.append(_Offer(original, tensor, piece))
             if piece is not None:
-                size = _elements(piece.where) * tensor.dtype.itemsize
-                total += -(-size // _ALIGNED) * _ALIGNED
+                total += staged_bytes(_elements(piece.where) * tensor.dtype.itemsize)
         return offers, total
 
     def _grow(self, total: int) -> None:
@@ -122,13 +123,13 @@ class Copying:
             target.copy_(values)
             return
         if not self._pinned:
-            self._pinned += [torch.empty(_PINNED_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+            self._pinned += [torch.empty(PINNED_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
         source, host = values.contiguous().reshape(-1).view(torch.uint8), target.reshape(-1).view(torch.uint8)
         waiting: list[tuple[torch.cuda.Event, Tensor, Tensor]] = []
-        for number, start in enumerate(range(0, source.numel(), _PINNED_BYTES)):
+        for number, start in enumerate(range(0, source.numel(), PINNED_BYTES)):
             if len(waiting) == 2:
                 _empty(*waiting.pop(0))
-            block = source[start : start + _PINNED_BYTES]
+            block = source[start : start + PINNED_BYTES]
             pinned = self._pinned[number % 2][: block.numel()]
             pinned.copy_(block, non_blocking=True)
             event = torch.cuda.Event()
@@ -160,11 +161,13 @@ def _same(values: Tensor) -> Tensor:
     return values
 
 
+def staged_bytes(size: int) -> int:
+    """What a piece of ``size`` bytes takes of a stage."""
+    return -(-size // _ALIGNED) * _ALIGNED
+
+
 def _elements(where: Region) -> int:
-    count = 1
-    for one in [where] if isinstance(where, slice) else where:
-        count *= one.stop - one.start
-    return count
+    return math.prod(one.stop - one.start for one in ([where] if isinstance(where, slice) else where))
 
 
 def _empty(event: torch.cuda.Event, pinned: Tensor, host: Tensor) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -46,6 +47,23 @@ def distinct(tensors: Mapping[str, Mapping[str, Part]]) -> list[Kept]:
     return [kept(tensor) for tensor in found.values()]
 
 
+def split_groups(tensors: Mapping[str, Mapping[str, Part]], max_bytes: int) -> dict[str, tuple[str, list[str]]]:
+    """Files, each with its group and the names of its tensors."""
+    return {file: (stem, names) for stem, group in tensors.items() for file, names in split(group, stem, max_bytes).items()}
+
+
+def dealt(
+    tensors: Mapping[str, Mapping[str, Part]], files: Mapping[str, tuple[str, Sequence[str]]], ranks: int
+) -> Iterator[tuple[str, int]]:
+    """Files and the lanes that write them, the largest first to whom has least. Lane ``n`` is rank ``n % ranks``'s."""
+    sizes = {file: sum(size_bytes(tensors[stem][n]) for n in names) for file, (stem, names) in files.items()}
+    load = [(0, lane) for lane in range(ranks * LANES)]
+    for file in sorted(sizes, key=lambda file: -sizes[file]):
+        least, lane = load[0]
+        heapq.heapreplace(load, (least + sizes[file] + 1, lane))
+        yield file, lane
+
+
 class Writing:
     """One save of all groups of tensors.
 
@@ -56,22 +74,18 @@ class Writing:
 
     def __init__(self, tensors: Mapping[str, Mapping[str, Part]], layout: Layout, ranks: Ranks, max_bytes: int) -> None:
         self._tensors, self._layout, self._ranks = tensors, layout, ranks
-        self._files = {file: (stem, names) for stem, group in tensors.items() for file, names in split(group, stem, max_bytes).items()}
+        self._files = split_groups(tensors, max_bytes)
         self._lanes = self._assign()
 
     def _assign(self) -> list[list[tuple[str, list[_Turn]]]]:
-        """Files to lanes, the largest first to whom has least; a lane's files in the order in which it writes them."""
+        """A lane's files in the order in which it writes them."""
         numbers: dict[int, int] = {}
         for group in self._tensors.values():
             for part in group.values():
                 numbers.setdefault(id(part.tensor), len(numbers))
-        sizes = {file: sum(size_bytes(self._tensors[stem][n]) for n in names) for file, (stem, names) in self._files.items()}
         lanes: list[list[tuple[str, list[_Turn]]]] = [[] for _ in range(self._ranks.size * LANES)]
-        load = [0] * len(lanes)
         turn = 0
-        for file in sorted(sizes, key=lambda file: -sizes[file]):
-            lane = load.index(min(load))
-            load[lane] += sizes[file] + 1
+        for file, lane in dealt(self._tensors, self._files, self._ranks.size):
             stem, names = self._files[file]
             turns = []
             for name in names:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Protocol, TypeVar
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -122,6 +123,18 @@ class Snapshot:
     mesh: Mapping[str, int] = field(default_factory=dict)
     metrics: Mapping[str, float] = field(default_factory=dict)
     parent: str | None = None
+
+
+class Writes(NamedTuple):
+    """What a rank has to do with a save.
+
+    Attributes:
+        disk: bytes of tensors that it writes.
+        host: of host memory that it takes meanwhile, at most, for tensors that it puts together.
+    """
+
+    disk: int
+    host: int
 
 
 class NewerFormatError(UserError):
@@ -269,6 +282,15 @@ class CheckpointPlugin(Plugin):
         Raises:
             RunError: it could not be written, the same on all ranks; what was there before is untouched.
         """
+
+    def writes(self, tensors: Mapping[str, Mapping[str, Part]], ranks: int) -> Sequence[Writes]:
+        """What each rank would have to do with a save, to plan it. Here: each writes as much as the others.
+
+        Args:
+            tensors: as in a :class:`Snapshot`; they have no bytes.
+        """
+        total = sum(math.prod(part.shape) * part.dtype.itemsize for group in tensors.values() for part in group.values())
+        return [Writes(total // ranks + (rank < total % ranks), 0) for rank in range(ranks)]
 
     @abstractmethod
     def found(self, directory: Place) -> list[str]:

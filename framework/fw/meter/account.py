@@ -67,6 +67,7 @@ class Account:
         peak_after: the last mark before that; empty for none.
         at_peak: its parts by category.
         most: the most of each category at any time.
+        phases: the parts at the highest moment after each mark, of all marks of that name; before the first, by the empty name.
     """
 
     peak_bytes: int
@@ -74,6 +75,7 @@ class Account:
     peak_after: str
     at_peak: dict[str, int]
     most: dict[str, int]
+    phases: dict[str, dict[str, int]]
 
 
 @dataclass
@@ -122,14 +124,23 @@ class History:
             by_category = whole
         total = sum(by_category.values(), np.zeros(len(self.changes) + 1, np.int64))
         peak = int(total.argmax())
-        after = [name for changes, name in self.marks if changes < peak]
+        begins = np.array([changes for changes, _ in self.marks], np.int64)
+        last = np.searchsorted(begins, np.arange(len(total)))  # the number of marks before each point
+        names = ["", *(name for _, name in self.marks)]
+        highest: dict[str, int] = {}
+        for number, name in enumerate(names):
+            points = np.flatnonzero(last == number)
+            if len(points):
+                at = int(points[total[points].argmax()])
+                highest[name] = max(highest.get(name, at), at, key=total.__getitem__)
         optional = self._optional()
         return Account(
             int(total[peak]),
             int((total - optional).max()),
-            after[-1] if after else "",
+            names[int(last[peak])],
             {category: int(line[peak]) for category, line in by_category.items()},
             {category: int(line.max()) for category, line in by_category.items()},
+            {name: {category: int(line[at]) for category, line in by_category.items()} for name, at in highest.items()},
         )
 
     def _optional(self) -> NDArray[np.int64]:

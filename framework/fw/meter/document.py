@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from fw.meter.detail import Detail
@@ -26,6 +26,37 @@ PHASES = ("load", "forward", "backward", "step", "save", "resume")
 
 
 @dataclass(frozen=True)
+class PhaseMemory:
+    """What a phase of a run takes, in bytes.
+
+    Attributes:
+        parts: :data:`COMPONENTS` at its highest moment.
+        host: host memory besides what its process and its tensors have anyway: what is to be written, page-locked buffers.
+        disk: that this rank reads from files, or writes.
+    """
+
+    parts: Mapping[str, int]
+    host: int = 0
+    disk: int = 0
+
+    @property
+    def allocated_peak(self) -> int:
+        """What tensors take."""
+        return sum(self.parts.values())
+
+    def as_json(self) -> dict[str, Any]:
+        """An entry of ``phases``."""
+        taken = {"allocated_peak_bytes": self.allocated_peak, "host_bytes": self.host, "disk_bytes": self.disk}
+        return {**taken, "components_at_peak": _in_bytes(self.parts)}
+
+    @staticmethod
+    def from_json(raw: Mapping[str, Any]) -> PhaseMemory:
+        """What :meth:`as_json` gave."""
+        parts = {name: raw["components_at_peak"][f"{name}_bytes"] for name in COMPONENTS}
+        return PhaseMemory(parts, raw["host_bytes"], raw["disk_bytes"])
+
+
+@dataclass(frozen=True)
 class RankMemory:
     """A rank's memory, in bytes.
 
@@ -38,6 +69,8 @@ class RankMemory:
         peak_phase: of :data:`PHASES`.
         at_peak: :data:`COMPONENTS` at the peak, which they add up to.
         most: each component's own maximum over the steps from the second on.
+        phases: what each of :data:`PHASES` takes that is known; a profile measures those of a step. All of the above is of steps: ``load``
+            and ``resume`` come before them, ``save`` between two.
     """
 
     rank: int
@@ -49,11 +82,14 @@ class RankMemory:
     peak_phase: str
     at_peak: Mapping[str, int]
     most: Mapping[str, int]
+    phases: Mapping[str, PhaseMemory] = field(default_factory=dict)
 
     @property
     def taken(self) -> int:
-        """What a budget is compared with: on a device with a driver all that it gave out, else what tensors take."""
-        return self.driver_peak or self.allocated_peak
+        """What a budget is compared with: on a device with a driver all that it gave out, else what tensors take; of another phase than a
+        step's where that takes more."""
+        highest = max((phase.allocated_peak for phase in self.phases.values()), default=0)
+        return (self.driver_peak or self.allocated_peak) + max(0, highest - self.allocated_peak)
 
     def as_json(self) -> dict[str, Any]:
         """An entry of ``per_rank``."""
@@ -67,6 +103,7 @@ class RankMemory:
             "peak_phase": self.peak_phase,
             "components_at_peak": _in_bytes(self.at_peak),
             "components_max": _in_bytes(self.most),
+            "phases": {name: self.phases[name].as_json() for name in PHASES if name in self.phases},
         }
 
     @staticmethod
@@ -76,7 +113,8 @@ class RankMemory:
             name: raw[f"{name}_bytes"] for name in ("allocated_peak", "allocated_peak_low", "reserved_peak", "driver_peak", "host_peak")
         }
         at_peak, most = ({name: raw[key][f"{name}_bytes"] for name in COMPONENTS} for key in ("components_at_peak", "components_max"))
-        return RankMemory(raw["rank"], **peaks, peak_phase=raw["peak_phase"], at_peak=at_peak, most=most)
+        phases = {name: PhaseMemory.from_json(phase) for name, phase in raw.get("phases", {}).items()}
+        return RankMemory(raw["rank"], **peaks, peak_phase=raw["peak_phase"], at_peak=at_peak, most=most, phases=phases)
 
     @staticmethod
     def of_steps(rank: int, steps: Sequence[StepMemory], host_peak: int) -> RankMemory:
@@ -84,8 +122,12 @@ class RankMemory:
         highest = max(steps, key=lambda step: step.peak_bytes)
         lowest = min(step.low_bytes for step in steps)
         most = {name: max(step.most.get(name, 0) for step in steps) for name in COMPONENTS}
+        phases = {
+            name: PhaseMemory(max((step.phases[name] for step in steps if name in step.phases), key=lambda parts: sum(parts.values())))
+            for name in dict.fromkeys(name for step in steps for name in step.phases)
+        }
         peak = highest.peak_bytes
-        return RankMemory(rank, peak, lowest, peak, 0, host_peak, highest.phase, highest.at_peak, most)
+        return RankMemory(rank, peak, lowest, peak, 0, host_peak, highest.phase, highest.at_peak, most, phases)
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ CATEGORIES = {
 RULES = Rules(copies={WEIGHTS: COPIES, GATHERED: COPIES}, exchanged=EXCHANGED)
 
 
-_COMPONENTS = {
+COMPONENT_OF = {
     WEIGHTS: "parameters",
     GATHERED: "communication",
     COPIES: "activations",
@@ -72,6 +72,7 @@ class StepMemory:
         timeline: how much of each category there was in the course of the step.
         modules: what each block keeps, and what is before and after them: weights, gradients, optimizer state, activations.
         parameters: of the model, over all ranks.
+        phases: components at the highest moment of forward, backward and step.
     """
 
     peak_bytes: int
@@ -83,14 +84,16 @@ class StepMemory:
     timeline: Timeline
     modules: dict[str, dict[str, int]]
     parameters: int
+    phases: dict[str, dict[str, int]]
 
     @staticmethod
     def of(history: History, modules: dict[str, dict[str, int]], parameters: int) -> StepMemory:
         """By what a recording has found."""
-        fine, coarse = history.account(), history.account(_COMPONENTS)
+        fine, coarse = history.account(), history.account(COMPONENT_OF)
         by_category = {category: nbytes for category, nbytes in fine.at_peak.items() if nbytes}
         peaks = (fine.peak_bytes, fine.low_bytes, fine.peak_after or "forward")
-        return StepMemory(*peaks, by_category, coarse.at_peak, coarse.most, Timeline.of(history), modules, parameters)
+        phases = {name: found for name, found in coarse.phases.items() if name}
+        return StepMemory(*peaks, by_category, coarse.at_peak, coarse.most, Timeline.of(history), modules, parameters, phases)
 
 
 Recording = Callable[[torch.device, Rules], AbstractContextManager[Recorder]]

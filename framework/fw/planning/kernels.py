@@ -9,6 +9,7 @@
   TensorAdvancedIndexing.cpp).
 - Concatenation into another dtype computes one tensor after another beside its place (``cat_out_cpu`` of TensorShape.cpp); FSDP's, of
   gradients that are cut into one chunk per rank, copies those whose rows do not divide first, with zeros behind (``_pad_chunk``).
+- bitsandbytes' 4-bit quantization is written in operators, on values in fp32 (``quantize_4bit`` of bitsandbytes/backends/default/ops.py).
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ _REDUCING = {"sum", "nansum", "prod", "mean", "cumsum", "cumprod", "linalg_vecto
 def momentary(func: Any, args: Any, kwargs: Any, out: Any) -> list[int]:
     """Bytes of each block that is there while the operator runs, besides what it takes and gives."""
     namespace, _, name = func._schema.name.partition("::")
+    if namespace == "bitsandbytes" and name == "quantize_4bit":
+        return _four_bits(*args[:3])
     if namespace not in ("aten", "fsdp"):
         return []
     in_place = name.endswith("_") and not name.endswith("__")
@@ -64,6 +67,14 @@ def _chunks(tensors: list[Tensor], dim: int, number: int, out: Tensor | None) ->
             padded.append(whole)
         sizes.append((whole, tensor.dtype))
     return padded + (_beside(sizes, out.dtype) if out is not None else [])
+
+
+def _four_bits(values: Tensor, block: int, quant_type: str) -> list[int]:
+    count = values.numel()
+    found = [4 * count] if values.dtype != torch.float32 else []
+    if quant_type == "nf4":  # scaled, codes as int32 and as bytes, every other of these shifted
+        return [*found, 4 * count, 4 * count, count, count // 2]
+    return [*found, 4 * count, 4 * count, 8 * count, 8 * count]  # codes are sorted otherwise, and looked up by int64
 
 
 def _beside(sizes: list[tuple[int, torch.dtype]], dtype: torch.dtype) -> list[int]:

@@ -27,7 +27,15 @@ from fw.planning.gpu import Gpu
 from fw.planning.in_place import Sums, references
 from fw.planning.kernels import momentary
 from fw.planning.nccl import Nccl
-from fw.planning.patches import converted_in_place, generator_states, sharding_found_out_in, sharding_remembered, watched_resize
+from fw.planning.patches import (
+    converted_in_place,
+    generator_states,
+    long_lists_looked_through_once,
+    places_of_parts_in,
+    sharding_found_out_in,
+    sharding_remembered,
+    watched_resize,
+)
 from fw.planning.roofline import Exchange, Work, exchange, work
 
 _aten = torch.ops.aten
@@ -75,7 +83,9 @@ class Ledger(TorchDispatchMode):
         self._stack.enter_context(generator_states(self.on_host))
         self._stack.enter_context(converted_in_place())
         self._stack.enter_context(sharding_found_out_in(self._pause))
+        self._stack.enter_context(places_of_parts_in(self._pause))
         self._stack.enter_context(sharding_remembered())
+        self._stack.enter_context(long_lists_looked_through_once())
         super().__enter__()
         return self
 

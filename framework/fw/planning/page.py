@@ -113,6 +113,8 @@ def page(document: MemoryDocument, how: str, fit: Fit | None = None) -> str:
         bars(_rows(detail), list(CATEGORIES), "bytes that each module keeps"),
         f"<div class='columns'><div><h2>By component</h2>{_components(document.largest, detail)}</div>",
         f"<div><h2>As an estimate</h2>{_formula(document.largest, detail)}</div></div>",
+        "<h2>By phase</h2><p class='soft'>At the highest moment of each; files are those that the rank reads or writes.</p>",
+        _phases(document.largest),
         *([] if fit is None else [_searched(fit, document)]),
         *([f"<h2>By rank</h2>{_ranks(document)}"] if document.world_size > 1 else []),
         *([] if document.time is None else [section(document.time)]),
@@ -195,6 +197,17 @@ def _formula(rank: RankMemory, detail: Detail) -> str:
     rows.append(["total", format_size(rank.allocated_peak), _per_parameter(rank.allocated_peak, detail), ""])
     words = "total = model + activations + gradients + optimizer + buffer; what this rank takes, by the parameters of the whole model."
     return f"{table(['', 'at the peak', 'bytes per parameter', 'at most'], rows, last_is_all=True)}<p class='soft'>{words}</p>"
+
+
+def _phases(rank: RankMemory) -> str:
+    shown = [name for name in COMPONENTS if any(phase.parts.get(name, 0) for phase in rank.phases.values())]
+    besides = [name for name in ("host", "disk") if any(getattr(phase, name) for phase in rank.phases.values())]
+    rows = [
+        [name, *(format_size(nbytes) if nbytes else "" for nbytes in sizes)]
+        for name, phase in rank.phases.items()
+        for sizes in [[phase.allocated_peak, *(phase.parts.get(part, 0) for part in shown), *(getattr(phase, each) for each in besides)]]
+    ]
+    return table(["", "allocated", *shown, *({"host": "host besides", "disk": "files"}[name] for name in besides)], rows)
 
 
 def _per_parameter(nbytes: int, detail: Detail) -> str:

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.distributed.tensor import _dispatch as dtensor_dispatch
+from torch.distributed.tensor import _sharding_prop as sharding_prop
+from torch.distributed.tensor import _utils as places
+from torch.distributed.tensor._ops import utils as strategies_of_operators
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.distributed.tensor.placement_types import _StridedShard
 
 
 @contextmanager
@@ -63,6 +68,25 @@ def sharding_found_out_in(pause: Callable[[], AbstractContextManager[None]]) -> 
 
 
 @contextmanager
+def places_of_parts_in(pause: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+    """DTensors work out where a rank's part begins with tensors of numbers, and ask for their values."""
+    original = getattr(places, "_compute_local_shape_and_global_offset", None)  # torch 2.13
+    if original is None:
+        yield
+        return
+
+    def compute(*args: Any, **how: Any) -> Any:
+        with pause(), unset_fake_temporarily():
+            return original(*args, **how)
+
+    places._compute_local_shape_and_global_offset = compute
+    try:
+        yield
+    finally:
+        places._compute_local_shape_and_global_offset = original
+
+
+@contextmanager
 def sharding_remembered() -> Iterator[None]:
     """DTensors look up again what they have found out about an operator, which they would not do in a trace of the compiler's."""
     original = getattr(dtensor_dispatch, "_are_we_tracing", None)  # what they ask (torch 2.13)
@@ -74,6 +98,60 @@ def sharding_remembered() -> Iterator[None]:
         yield
     finally:
         dtensor_dispatch._are_we_tracing = original  # type: ignore[attr-defined]
+
+
+@contextmanager
+def long_lists_looked_through_once() -> Iterator[None]:
+    """For each of a list of tensors that an optimizer steps, DTensors look through the whole list for strided shards, and through all ways
+    to divide it, alike or not: a thousand parameters take a million looks."""
+    with _strided_shards_looked_for_once(), _strategies_remembered():
+        yield
+
+
+@contextmanager
+def _strategies_remembered() -> Iterator[None]:
+    original = getattr(strategies_of_operators, "expand_to_full_mesh_op_strategy", None)  # torch 2.13
+    if original is None:
+        yield
+        return
+    known: dict[Any, Any] = {}
+
+    def expand(mesh: Any, op_schema: Any, strategies: Any, **how: Any) -> Any:
+        specs = [strategy.strategies for strategy in op_schema.args_strategy]
+        if op_schema.kwargs_strategy or not str(op_schema.op).startswith("aten._fused_") or any(len(each) != 1 for each in specs):
+            return original(mesh, op_schema, strategies, **how)
+        key = op_schema.op, mesh, tuple(each[0].output_spec for each in specs), repr(strategies), repr(how)
+        if key not in known:
+            known[key] = original(mesh, op_schema, strategies, **how)
+        return known[key]
+
+    strategies_of_operators.expand_to_full_mesh_op_strategy = expand  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        strategies_of_operators.expand_to_full_mesh_op_strategy = original
+
+
+@contextmanager
+def _strided_shards_looked_for_once() -> Iterator[None]:
+    original = getattr(sharding_prop, "_propagate_use_strided_shard_flag", None)  # torch 2.13
+    if original is None:
+        yield
+        return
+    found: dict[int, tuple[Any, Any]] = {}
+
+    def propagate(op_strategy: Any, op_schema: Any) -> None:
+        if id(op_schema) not in found:
+            strided = tuple(spec for spec in op_schema.args_spec if any(isinstance(p, _StridedShard) for p in spec.placements))
+            found.clear()
+            found[id(op_schema)] = op_schema, SimpleNamespace(args_spec=strided)  # all that it asks of the schema
+        original(op_strategy, found[id(op_schema)][1])
+
+    sharding_prop._propagate_use_strided_shard_flag = propagate
+    try:
+        yield
+    finally:
+        sharding_prop._propagate_use_strided_shard_flag = original
 
 
 class _Entered:

@@ -24,6 +24,7 @@ from fw.meter.planned import PlannedGPU, planning_for
 from fw.meter.speeds import Speeds
 from fw.planning.alike import ranks_alike
 from fw.planning.on_gpu import check_plannable, on_gpu, slowest_step
+from fw.planning.phases import with_phases
 from fw.planning.trace import trace_rank
 from fw.recipe import Recipe, current_world, resolve
 from fw.training.batches import Batches
@@ -86,7 +87,7 @@ def _plan(recipe: Recipe, gpu: Device | None, speeds: Speeds | None, tell: Say) 
             continue
         found = RankMemory.of_steps(rank, trace.steps, imported)
         ranks[rank] = replace(found, host_peak=imported + found.allocated_peak)
-    per_rank = [replace(ranks[like], rank=rank) for rank, like in enumerate(alike)]
+    per_rank = [with_phases(replace(ranks[like], rank=rank), traces[like]) for rank, like in enumerate(alike)]
     budget = recipe.memory.budget_bytes
     budget = budget or (_host_memory() // recipe.ranks_per_host if gpu is None else gpu.memory_bytes)
     bound = gpu or speeds

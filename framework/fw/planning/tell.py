@@ -28,6 +28,8 @@ def table(document: MemoryDocument, *, planned: bool = False) -> str:
         )
         lines.append(f"{'driver':<16}{format_size(rank.driver_peak):>12}  with context, kernels{' and NCCL' * (document.world_size > 1)}")
     lines.append(f"{'host':<16}{format_size(rank.host_peak):>12}")
+    if planned:
+        lines += ["", *phases(document), ""]
     if document.step_time is not None:
         speeds = "as fast as this machine was measured to be" if document.device == "cpu" else "at the peaks of the data sheet"
         estimate = f"  estimate: {speeds}" if planned else ""
@@ -39,6 +41,18 @@ def table(document: MemoryDocument, *, planned: bool = False) -> str:
     if document.time is not None:
         lines += ["", *tell_time.lines(document.time)]
     return "\n".join(lines)
+
+
+def phases(document: MemoryDocument) -> list[str]:
+    """A line for each phase of the rank that takes most."""
+    rank = document.largest
+    lines = [f"{'phase':<16}{'allocated':>12}{'host':>12}{'files':>12}"]
+    for name, phase in rank.phases.items():
+        besides = "".join(f"{format_size(nbytes) if nbytes else '':>12}" for nbytes in (phase.host, phase.disk))
+        lines.append(f"{name:<16}{format_size(phase.allocated_peak):>12}{besides}".rstrip())
+    if "save" in rank.phases:
+        lines.append(f"{'checkpoint':<36}{format_size(sum(each.phases['save'].disk for each in document.per_rank)):>16}  of all ranks")
+    return lines
 
 
 def _which(document: MemoryDocument) -> str:

@@ -17,18 +17,21 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from fw.assemble import Assembly, build, start
+from fw.assemble import Assembly, Built, build
 from fw.errors import RunError
 from fw.kinds.data import Rows
 from fw.meter.account import History, Recorder, Rules
 from fw.meter.devices import Device
-from fw.meter.step_memory import Recording, StepMemory, StepMeter
+from fw.meter.step_memory import RULES, Recording, StepMemory, StepMeter
+from fw.planning import around_steps
 from fw.planning.expand import NotRepeatable
 from fw.planning.ledger import Ledger
 from fw.planning.repeat import Repetition
+from fw.planning.saving import Saved, saved
 from fw.recipe import Recipe
 from fw.training.forward_backward import forward_backward
 from fw.training.rng import GeneratorStates
+from fw.training.snapshot import tensors as checkpoint_tensors
 
 TRACED = torch.device("cpu")
 """What fake tensors say they are on: a torch without CUDA cannot trace on any other device."""
@@ -46,15 +49,23 @@ class RankTrace:
         repeated: for each micro-batch of a history, how many of a step are like it.
         groups: ranks that exchange something on a GPU with this one.
         host_bytes: the most in host memory, beside a GPU's.
+        load: components at the peak, until the model has its weights.
+        read_bytes: of files, for that.
+        resume: components at the peak of going on from a checkpoint; None where the run writes none, or that is not known.
+        save: the same of a save, and what it takes besides.
     """
 
     loaded_bytes: int
     steps: Sequence[StepMemory]
+    load: Mapping[str, int]
     left_out: int = 0
     histories: Sequence[History] = ()
     repeated: Sequence[int] = ()
     groups: Set[tuple[int, ...]] = field(default_factory=frozenset)
     host_bytes: int = 0
+    read_bytes: int = 0
+    resume: Mapping[str, int] | None = None
+    save: tuple[Mapping[str, int], Saved] | None = None
 
 
 def trace_rank(
@@ -100,23 +111,28 @@ def trace_blocks(
     runs_on = TRACED if device is None else torch.device("cuda")
     with as_rank(recipe, rank) as mesh, _quiet(), recipe.sharding.traced(recipe.step_spec(runs_on, rows)):
         built = build(recipe, vocab_size, mesh, runs_on, rows)
+        again = build(recipe, vocab_size, mesh, runs_on, rows) if recipe.train.save_every else None
         built.model.train()
         local = [recipe.sharding.local_batch(dict(micro), mesh) for micro in micro_batches]
         with torch.compiler.set_stance("force_eager"), Ledger(device, costs) as ledger:
-            made = start(recipe, built, mesh, TRACED, lambda tensors: None)
+            made, load = around_steps.started(recipe, built, mesh, TRACED, ledger)
             ledger.ready(made.stepper.module)
             repetition = None if whole else Repetition.of(made, ledger)
             with _collected_quickly():
                 loaded = ledger.live_bytes
                 steps, histories = _steps(recipe, made, ledger, micro_batches, local, repetition)
+            left_out = 0 if repetition is None else repetition.left_out
+            save = None if again is None else _save(recipe, made, ledger)
+            read = around_steps.read_bytes(made.model, recipe.model.weights)
+            state = around_steps.shapes(made.stepper.optimizer_tensors())
             made.stepper.close()
-        left_out = 0 if repetition is None else repetition.left_out
+            resume = None if again is None else _resume(recipe, again, mesh, ledger, state)
         telling = [*_telling(local), len(local)]
         repeated = [following - number for number, following in pairwise(telling)]
-        if (gpu := ledger.gpu) is None:
-            return RankTrace(loaded, steps, left_out, histories, repeated)
-        host_bytes = gpu.host_peak_bytes + (0 if repetition is None else repetition.host_bytes)
-        return RankTrace(loaded, steps, left_out, histories, repeated, gpu.groups, host_bytes)
+        gpu = ledger.gpu
+        host_bytes = 0 if gpu is None else gpu.host_peak_bytes + (0 if repetition is None else repetition.host_bytes)
+        groups = frozenset() if gpu is None else gpu.groups
+        return RankTrace(loaded, steps, load, left_out, histories, repeated, groups, host_bytes, read, resume, save)
 
 
 def _steps(
@@ -158,6 +174,24 @@ def _steps(
         if repetition is not None and _sums(found[-1]) != _sums(found[-2]):
             raise NotRepeatable("a step with more blocks is not what fewer say")
     return found[1:], histories
+
+
+def _save(recipe: Recipe, made: Assembly, ledger: Ledger) -> tuple[Mapping[str, int], Saved]:
+    """What a checkpoint after the last step takes."""
+    with ledger.recording(TRACED, RULES) as found:
+        around_steps.name_known(found, made)
+        tensors = checkpoint_tensors(made)
+        taken = saved(recipe, tensors, ledger.gpu is not None)
+        del tensors
+    return around_steps.highest(found.history), taken
+
+
+def _resume(recipe: Recipe, built: Built, mesh: DeviceMesh | None, ledger: Ledger, state: around_steps.Shapes) -> Mapping[str, int] | None:
+    """None where an engine of somebody else's cannot take state that has no bytes: its steps are planned all the same."""
+    try:
+        return around_steps.resumed(recipe, built, mesh, TRACED, ledger, state)
+    except Exception:  # whatever it says of tensors that are fake
+        return None
 
 
 def _sums(step: StepMemory) -> tuple[Any, ...]:

@@ -48,7 +48,7 @@ class Saver:
     def prepare(self, module: TrainingModule) -> None:
         """Get the memory that saving in the background needs, once optimizer state is there."""
         if self._stage is not None:
-            self._stage.reserve(tensors(module))
+            self._stage.reserve(tensors(module.assembly))
 
     def save(self, module: TrainingModule, metrics: Mapping[str, float], last: bool) -> None:
         """Save the run as it stands.

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from torch import nn
 
+from fw.assemble import Assembly
 from fw.checkpointing.tensor_files import ADAPTER
 from fw.kinds.checkpoint import Part, Snapshot, adapter_parts, parts
 from fw.locate import ADAPTER_CONFIG, CONFIG
@@ -23,9 +24,9 @@ from fw.training.same_tokenizer import misread
 GENERATION = "generation_config.json"
 
 
-def tensors(module: TrainingModule) -> dict[str, dict[str, Part]]:
+def tensors(made: Assembly) -> dict[str, dict[str, Part]]:
     """The groups of tensors of a run as it stands."""
-    stepper, model = module.assembly.stepper, module.assembly.model
+    stepper, model = made.stepper, made.model
     # A buffer is copied: while a step's tensors are still being saved, the next forward may change it.
     stored = {name: tensor.detach() if isinstance(tensor, nn.Parameter) else tensor.clone() for name, tensor in model.stored().items()}
     kept = {**stored, **stepper.weights()}
@@ -65,7 +66,7 @@ def snapshot(recipe: Recipe, module: TrainingModule, metrics: Mapping[str, float
 
     return Snapshot(
         step=module.global_step,
-        tensors=tensors(module),
+        tensors=tensors(module.assembly),
         rng=rng_state(module.strategy.root_device),
         state={
             "step": module.global_step,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,15 +13,16 @@ from torch import Tensor
 
 from fw.checkpointing import commit
 from fw.checkpointing.manifest import Digest, damages, hash_file, read_manifest, strangers, write_manifest
-from fw.checkpointing.pieces import Layout
+from fw.checkpointing.pieces import Layout, is_divided
 from fw.checkpointing.placed import PlacedTensors
 from fw.checkpointing.retention import prune
 from fw.checkpointing.state import RNG, STATE, read_rng
+from fw.checkpointing.stream import size_bytes
 from fw.checkpointing.tensor_files import ADAPTER, TensorFiles, adapter_for, weights_for
-from fw.checkpointing.writing import Writing, distinct
+from fw.checkpointing.writing import LANES, Writing, dealt, distinct, split_groups
 from fw.config import parse_size
 from fw.errors import RunError, UserError
-from fw.kinds.checkpoint import Beat, CheckpointOptions, CheckpointPlugin, Ranks, Reader, Snapshot
+from fw.kinds.checkpoint import Beat, CheckpointOptions, CheckpointPlugin, Part, Ranks, Reader, Snapshot, Writes
 from fw.kinds.model import CausalLM, Give
 from fw.place import Place
 
@@ -123,6 +124,17 @@ class SafetensorsCheckpoint(CheckpointPlugin):
         if step.local is not None and not step.local.is_dir():
             raise UserError(f"{step} is no checkpoint: no such directory")
         return SafetensorsReader(step)
+
+    def writes(self, tensors: Mapping[str, Mapping[str, Part]], ranks: int) -> Sequence[Writes]:
+        """Whole tensors of several ranks are put together, one in each of the two files that a rank writes at a time."""
+        files = split_groups(tensors, parse_size(self.config.max_shard_size))
+        disk, largest = [0] * ranks, [0] * ranks * LANES
+        for file, lane in dealt(tensors, files, ranks):
+            stem, names = files[file]
+            parts = [tensors[stem][name] for name in names]
+            disk[lane % ranks] += sum(map(size_bytes, parts))
+            largest[lane] = max([largest[lane], *(size_bytes(part) for part in parts if is_divided(part))])
+        return [Writes(disk[rank], sum(largest[rank::ranks])) for rank in range(ranks)]
 
     def clean(self, directory: Place) -> None:
         """What interrupted saves left."""

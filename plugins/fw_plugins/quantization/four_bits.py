@@ -64,7 +64,18 @@ class Layout:
 
     def quantize(self, weight_OI: Tensor) -> dict[str, Tensor]:
         """What is kept of a weight."""
-        codes, absmax_N = torch.ops.bitsandbytes.quantize_4bit(weight_OI.contiguous(), self.block, self.quant_type, torch.uint8)
+        flat = weight_OI.contiguous().view(-1)
+        if flat.device.type == "cpu" and flat.numel() > _AT_ONCE:
+            codes = flat.new_empty(flat.numel() // 2, dtype=torch.uint8)
+            absmax_N = flat.new_empty(-(-flat.numel() // self.block), dtype=torch.float32)
+            for values, part, scales in zip(
+                flat.split(_AT_ONCE), codes.split(_AT_ONCE // 2), absmax_N.split(_AT_ONCE // self.block), strict=True
+            ):
+                found, largest = torch.ops.bitsandbytes.quantize_4bit(values, self.block, self.quant_type, torch.uint8)
+                part.copy_(found.view(-1))
+                scales.copy_(largest)
+        else:
+            codes, absmax_N = torch.ops.bitsandbytes.quantize_4bit(flat, self.block, self.quant_type, torch.uint8)
         kept = {"weight": codes.view(self.features[0], -1)}
         if not self.nested:
             return {**kept, ABSMAX: absmax_N.view(torch.int32)}
@@ -84,6 +95,10 @@ class Layout:
             absmax_N = absmax_N.view(torch.float32)
         dense: Tensor = torch.ops.bitsandbytes.dequantize_4bit(codes, absmax_N, self.block, self.quant_type, self.features, dtype)
         return dense
+
+
+_AT_ONCE = 1 << 20
+"""Values: the CPU's kernel takes 14 bytes for each of those that it is given. A multiple of every block size."""
 
 
 def tables(quant_type: str) -> tuple[Tensor, Tensor]:
