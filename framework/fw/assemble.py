@@ -193,6 +193,7 @@ def check(recipe: Recipe, vocab_size: int, device: torch.device, rows: Rows | No
             _change(model, recipe, spec)
         for plugin in (recipe.precision, recipe.sharding, recipe.activation):
             plugin.check(model, recipe.mesh_shape, spec, recipe.train.sequence_length)
+        recipe.peft.check(model, spec)
         recipe.attention.check(model, spec)
         recipe.objective.check(model, recipe.mesh_shape)
         build_beside(recipe, vocab_size, spec, recipe.attention)

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from fw.errors import UserError
 from fw.kinds.attention import AttentionPlugin, Pattern
 from fw.kinds.model import CausalLM, HFTensor, Init, KVShape, LinearHead, Readout, Rescaling, TensorPlan, Width
+from fw.kinds.peft import adapters_are_off
 from fw_models.hf_config import HFNames, write
-from fw_models.layers import Angles, Attention, AttentionShape, GatedMLP, RMSNorm, Rope, RopeScaling, ShiftedRMSNorm, positions
+from fw_models.layers import Angles, Attention, AttentionShape, GatedMLP, RMSNorm, Rope, RopeScaling, ShiftedRMSNorm, positions, prepend
 
 
 @dataclass
@@ -150,6 +151,7 @@ class Decoder(CausalLM):
         self.embed_tokens = nn.Embedding(vocab_size, config.hidden_size, padding_idx=config.pad_token_id)
         self.layers = nn.ModuleList(self.block(layer) for layer in range(config.num_hidden_layers))
         self.norm = self.final_norm()
+        self.register_parameter("prompt_embeddings", None)
         self.lm_head = None if config.tie_word_embeddings else nn.Linear(config.hidden_size, vocab_size, bias=False)
 
     def block(self, layer: int) -> nn.Module:
@@ -188,12 +190,15 @@ class Decoder(CausalLM):
         """Logits ``[B, L, V]``, or what ``readout`` makes of the hidden states."""
         if positions_BL is None:
             positions_BL = positions(ids_BL, segments_BL)
+        x_BLD, virtual = self.embed(ids_BL), 0
+        if self.prompt_embeddings is not None and not adapters_are_off():
+            virtual = len(self.prompt_embeddings)
+            x_BLD, positions_BL, segments_BL = prepend(self.prompt_embeddings, x_BLD, positions_BL, segments_BL)
         windows = [self.config.window(layer) for layer in range(len(self.layers))]
         ropes = [self.config.rope(layer) for layer in range(len(self.layers))]
         # Once per forward for all blocks that share them.
-        plans = {w: self.attention.plan(Pattern(ids_BL.shape[1], w, segments_BL), ids_BL.device) for w in dict.fromkeys(windows)}
+        plans = {w: self.attention.plan(Pattern(x_BLD.shape[1], w, segments_BL), ids_BL.device) for w in dict.fromkeys(windows)}
         angles = {rope: rope.angles(positions_BL) for rope in dict.fromkeys(ropes)}
-        x_BLD = self.embed(ids_BL)
         routed: list[Tensor] = []
         for layer, window, rope in zip(self.layers, windows, ropes, strict=True):
             x_BLD = layer(x_BLD, angles[rope], plans[window])
@@ -207,12 +212,17 @@ class Decoder(CausalLM):
                 return self.head(x_BLD)
             return readout(x_BLD, LinearHead.of(self.lm_head or self.embed_tokens, self.final_softcap) or self.head, auxiliary)
 
-        x_BLD = self.norm(x_BLD)  # what it is of is held no longer than autograd does
+        x_BLD = self.norm(x_BLD[:, virtual:] if virtual else x_BLD)  # what it is of is held no longer than autograd does
         return self.around_head(x_BLD, out)
 
     def embed(self, ids_BL: Tensor) -> Tensor:
         """``[B, L]`` → ``[B, L, D]``."""
         return self.embed_tokens(ids_BL)
+
+    def add_prompt(self, tokens: int) -> str:
+        """Before the first block."""
+        self.prompt_embeddings = nn.Parameter(torch.empty(tokens, self.config.hidden_size))
+        return "prompt_embeddings"
 
     def head(self, x_BLD: Tensor) -> Tensor:
         """``[…, D]`` → ``[…, V]``."""
@@ -329,6 +339,8 @@ class Decoder(CausalLM):
 
     def whole_sequences_because(self) -> str:
         """Only where the longest position decides the angles of all."""
+        if self.prompt_embeddings is not None:
+            return "virtual tokens (peft=prompt) stand before whole ones"
         scaling = self.config.rope_scaling
         dynamic = scaling is not None and scaling.rope_type == "dynamic"
         return "model.rope_scaling of type dynamic depends on the longest position of the batch" if dynamic else ""

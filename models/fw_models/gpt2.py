@@ -7,14 +7,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fw.errors import UserError
 from fw.kinds.attention import AttentionPlugin, Pattern
 from fw.kinds.model import CausalLM, HFTensor, Init, KVShape, LinearHead, Readout, TensorPlan
+from fw.kinds.peft import adapters_are_off
 from fw_models.hf_config import HFNames, write
-from fw_models.layers import ACTIVATIONS, positions
+from fw_models.layers import ACTIVATIONS, positions, prepend
 
 
 @dataclass
@@ -153,6 +155,7 @@ class GPT2(CausalLM):
         self.wpe = nn.Embedding(config.n_positions, config.n_embd)
         self.h = nn.ModuleList(GPT2Block(config, layer, attention) for layer in range(config.n_layer))
         self.ln_f = nn.LayerNorm(config.n_embd, config.layer_norm_epsilon)
+        self.register_parameter("prompt_embeddings", None)
         self.lm_head = None if config.tie_word_embeddings else nn.Linear(config.n_embd, vocab_size, bias=False)
 
     @property
@@ -184,8 +187,12 @@ class GPT2(CausalLM):
             positions_BL = positions(ids_BL, segments_BL)
             if length > self.config.n_positions and int(positions_BL.max()) >= self.config.n_positions:
                 raise UserError(f"{length} tokens are more than this model has positions for ({self.config.n_positions})")
-        plan = self.attention.plan(Pattern(length, None, segments_BL), ids_BL.device)
-        x_BLD = F.dropout(self.wte(ids_BL) + self.wpe(positions_BL), self.config.embd_pdrop, self.training)
+        x_BLD, virtual = self.wte(ids_BL), 0
+        if self.prompt_embeddings is not None and not adapters_are_off():
+            virtual = len(self.prompt_embeddings)
+            x_BLD, positions_BL, segments_BL = prepend(self.prompt_embeddings, x_BLD, positions_BL, segments_BL)
+        plan = self.attention.plan(Pattern(x_BLD.shape[1], None, segments_BL), ids_BL.device)
+        x_BLD = F.dropout(x_BLD + self.wpe(positions_BL), self.config.embd_pdrop, self.training)
         for block in self.h:
             x_BLD = block(x_BLD, plan)
 
@@ -194,7 +201,7 @@ class GPT2(CausalLM):
                 return self.head(x_BLD)
             return readout(x_BLD, LinearHead.of(self.lm_head or self.wte) or self.head, None)
 
-        x_BLD = self.ln_f(x_BLD)  # what it is of is held no longer than autograd does
+        x_BLD = self.ln_f(x_BLD[:, virtual:] if virtual else x_BLD)  # what it is of is held no longer than autograd does
         return self.around_head(x_BLD, out)
 
     def head(self, x_BLD: Tensor) -> Tensor:
@@ -249,8 +256,13 @@ class GPT2(CausalLM):
         )
 
     def whole_sequences_because(self) -> str:
-        """Nothing stands against it."""
-        return ""
+        """Unless virtual tokens do, nothing stands against it."""
+        return "" if self.prompt_embeddings is None else "virtual tokens (peft=prompt) stand before whole ones"
+
+    def add_prompt(self, tokens: int) -> str:
+        """Before the first block; they have positions."""
+        self.prompt_embeddings = nn.Parameter(torch.empty(tokens, self.config.n_embd))
+        return "prompt_embeddings"
 
     def hf_config(self) -> dict[str, Any]:
         """``config.json`` of ``GPT2LMHeadModel``."""

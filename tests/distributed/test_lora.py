@@ -20,6 +20,10 @@ ONE = {
     "lora": [LORA],
     "dora": ["peft={name: dora, rank: 4}"],
     "nf4": ["peft={name: lora, rank: 4}", "quantization=nf4"],
+    "ia3": ["peft=ia3"],
+    "adapter": ["peft={name: adapter, size: 4}"],
+    "prompt": ["peft={name: prompt, tokens: 4}"],
+    "hf_peft": ["peft={name: hf_peft, type: LOKR, config: {r: 4}}"],
 }
 """What is divided; the first of a cell's words that is here says which."""
 CELLS: dict[str, list[str]] = {
@@ -38,6 +42,14 @@ CELLS: dict[str, list[str]] = {
     "lora zero 2": ["sharding=zero", "sharding.stage=2"],
     "dora zero 2": ["sharding=zero", "sharding.stage=2"],
     "nf4 zero 2": ["sharding=zero", "sharding.stage=2"],
+    "ia3 fsdp tensor 2": ["sharding=fsdp", "sharding.tensor=2", "train.micro_batch_size=4"],
+    "ia3 zero 2": ["sharding=zero", "sharding.stage=2"],
+    "adapter fsdp": ["sharding=fsdp"],
+    "adapter zero 3": ["sharding=zero", "sharding.stage=3"],
+    "prompt fsdp": ["sharding=fsdp"],
+    "prompt zero 3": ["sharding=zero", "sharding.stage=3"],
+    "hf_peft fsdp": ["sharding=fsdp"],
+    "hf_peft zero 2": ["sharding=zero", "sharding.stage=2"],
     "lora zero 3": ["sharding=zero", "sharding.stage=3"],
     "lora zero 3, on the host": ["sharding=zero", "sharding.stage=3", "offload.optimizer=cpu", "offload.params=cpu"],
 }

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fw.errors import UserError
 from fw.kinds.attention import AttentionPlugin
 from fw.registry import Plugin
 
@@ -56,11 +57,16 @@ class LinearHead:
 
 @dataclass(frozen=True)
 class Init:
-    """How a parameter begins: normal with mean 0 and ``std``, uniform between ``-bound`` and ``bound``, or the constant ``value``."""
+    """How a parameter begins: normal with mean 0 and ``std``, uniform between ``-bound`` and ``bound``, or the constant ``value``.
+
+    Attributes:
+        values: where none of these: gives all of its values on the host, from the run's seed and its name, for small ones.
+    """
 
     std: float = 0.0
     value: float = 0.0
     bound: float = 0.0
+    values: Callable[[int, str], Tensor] | None = None
 
 
 @dataclass(frozen=True)
@@ -144,6 +150,7 @@ class Adapters:
         split: what tensor parallelism cuts of what was added, as :attr:`TensorPlan.split`.
         whole_layers_because: why tensor parallelism cannot divide the layers, as a clause; empty where it can.
         row_norms: added parameters that begin as the L2 norms of the rows of a weight of the base, and that weight's name.
+        undecayed: of what was added, besides vectors, what weight decay must leave alone.
         weights: the adapter's directory that training begins from; None for initial values.
     """
 
@@ -154,6 +161,7 @@ class Adapters:
     weights: Path | None = None
     whole_layers_because: str = ""
     row_norms: Mapping[str, str] = field(default_factory=dict)
+    undecayed: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -270,6 +278,19 @@ class CausalLM(nn.Module):
         """:meth:`tensor_plan`, and what adapters add to it."""
         plan = self.tensor_plan()
         return plan if plan is None or self.adapters is None else replace(plan, split={**plan.split, **self.adapters.split})
+
+    def whole_undecayed(self) -> frozenset[str]:
+        """:meth:`undecayed`, and what adapters add to it."""
+        return self.undecayed() if self.adapters is None else self.undecayed() | self.adapters.undecayed
+
+    def add_prompt(self, tokens: int) -> str:
+        """Give it virtual tokens, which stand before every sequence: the name of a parameter ``[tokens, D]`` that it has from now on.
+        Logits remain those of the sequence's own tokens.
+
+        Raises:
+            UserError: it takes none.
+        """
+        raise UserError("peft: this model takes no virtual tokens; use a model of fw's own, or another peft")
 
     def widths(self) -> Mapping[str, Width]:
         """What can be left out of blocks, by a word for it; ``features`` of the feed-forward network and ``heads`` are known words."""

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class OptimizerSpec:
-    """``cls(groups, lr=lr, **arguments)``, where parameters named in the model's ``undecayed()`` get weight decay 0.
+    """``cls(groups, lr=lr, **arguments)``, where parameters named in the model's ``whole_undecayed()`` get weight decay 0.
 
     ``cls`` is a :class:`torch.optim.Optimizer`; its state holds tensors only: shaped like the parameter, independent of sharding, or, if it
     has a method ``begin`` that makes the state there is before the first step, DTensors of any shape and placement. What is read from a

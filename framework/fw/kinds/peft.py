@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any, ClassVar
 
 from fw.kinds.model import Adapters, CausalLM
+from fw.kinds.sharding import StepSpec
 from fw.registry import Plugin
 
 _off = False
@@ -45,6 +46,13 @@ class PeftPlugin(Plugin):
             UserError: a field that cannot be honoured, by name.
         """
         raise NotImplementedError(f"{cls.__name__} reads no adapter_config.json")
+
+    def check(self, model: CausalLM, spec: StepSpec) -> None:
+        """Refuse what cannot work, before any rank starts. ``model`` is on the meta device, with its adapters.
+
+        Raises:
+            UserError: with what would work.
+        """
 
     @abstractmethod
     def apply(self, model: CausalLM) -> Adapters | None:

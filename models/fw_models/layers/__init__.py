@@ -8,6 +8,7 @@ from fw_models.layers.attention import Attention, AttentionShape
 from fw_models.layers.mlp import ACTIVATIONS, GatedMLP
 from fw_models.layers.moe import MoE, balance_loss
 from fw_models.layers.norm import RMSNorm, ShiftedRMSNorm
+from fw_models.layers.prompt import prepend
 from fw_models.layers.rope import Angles, Rope, RopeScaling, positions, rotate
 
 __all__ = [
@@ -23,5 +24,6 @@ __all__ = [
     "ShiftedRMSNorm",
     "balance_loss",
     "positions",
+    "prepend",
     "rotate",
 ]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from torch import nn
@@ -13,22 +12,19 @@ from torch import nn
 from fw.errors import UserError
 from fw.kinds.model import Adapters, CausalLM, HFTensor, Init
 from fw.kinds.peft import PeftPlugin
-from fw.locate import ADAPTER_CONFIG, find
-from fw.pretrained.directory import read_adapter_config
+from fw_plugins.peft.changed import PREFIX, begun_from, cut_along, patterns, refuse_unknown
 from fw_plugins.peft.lora_layers import add_to_embedding, add_to_linear
 from fw_plugins.peft.targets import ALL_LINEAR, by_pattern, chosen, matches, names_in_files, shortest
 
-_PREFIX = "base_model.model."
 _READ = {
     *("peft_type", "r", "lora_alpha", "use_rslora", "use_dora", "target_modules", "exclude_modules", "rank_pattern", "alpha_pattern"),
     *("bias", "modules_to_save"),
 }
-_OF_TRAINING = {
-    *("task_type", "inference_mode", "base_model_name_or_path", "revision", "auto_mapping", "peft_version", "lora_dropout"),
-    *("init_lora_weights", "fan_in_fan_out", "loftq_config", "eva_config", "corda_config", "lora_ga_config", "runtime_config"),
-    *("megatron_core", "qalora_group_size", "ensure_weight_tying", "layers_pattern"),
+_BEGINNING = {
+    *("lora_dropout", "init_lora_weights", "fan_in_fan_out", "loftq_config", "eva_config", "corda_config", "lora_ga_config"),
+    *("qalora_group_size", "ensure_weight_tying"),
 }
-"""Of ``adapter_config.json``: what says how an adapter came about, or is said by other fields or by the model."""
+"""Of training only, or said by the model."""
 _MUST_AGREE = {"peft_type": "", "r": 8, "lora_alpha": 8, "use_rslora": False, "use_dora": False, "rank_pattern": {}, "alpha_pattern": {}}
 """What the shapes of an adapter's tensors do not show, and what it means that nothing is said."""
 
@@ -88,16 +84,14 @@ class Lora(PeftPlugin):
     @classmethod
     def from_peft(cls, raw: Mapping[str, Any]) -> PeftPlugin:
         """What changes the result is read, what is of training only is not."""
-        unknown = {key: value for key, value in raw.items() if key not in _READ | _OF_TRAINING and value not in (None, False, [], {})}
-        if unknown:
-            raise UserError(f"{', '.join(f'{key}={value!r}' for key, value in unknown.items())} cannot be honoured here")
+        refuse_unknown(raw, _READ | _BEGINNING)
         targets, exclude = (raw.get(key) or [] for key in ("target_modules", "exclude_modules"))
         options = LoraConfig(
             rank=raw.get("r", 8),
             alpha=raw.get("lora_alpha", 8),
             rslora=raw.get("use_rslora", False),
-            targets=_patterns(targets),
-            exclude=_patterns(exclude),
+            targets=patterns(targets),
+            exclude=patterns(exclude),
             ranks=raw.get("rank_pattern") or {},
             alphas=raw.get("alpha_pattern") or {},
             bias=raw.get("bias", "none"),
@@ -125,7 +119,7 @@ class Lora(PeftPlugin):
             module = model.get_submodule(name)
             for key, init, stored in self._add(module, rank, scale):
                 added[f"{name}.{key}"] = init
-                tensors[f"{name}.{key}"] = HFTensor(f"{_PREFIX}{in_file}.{stored}")
+                tensors[f"{name}.{key}"] = HFTensor(f"{PREFIX}{in_file}.{stored}")
             if plan is not None and isinstance(module, nn.Linear):
                 split |= _split(name, plan.split)
         for key, values in (("ranks", c.ranks), ("alphas", c.alphas)):
@@ -135,7 +129,7 @@ class Lora(PeftPlugin):
         config = self._described(model, files, names)
         norms = {name: name.replace("lora_magnitude_vector", "weight") for name in added if name.endswith("lora_magnitude_vector")}
         because = "the norms of a layer's rows are of the whole layer" if norms else ""
-        return Adapters(added, tensors, config, split, self._adapter(config), because, norms)
+        return Adapters(added, tensors, config, split, begun_from(c.adapter, config, _MUST_AGREE), because, norms)
 
     def _add(self, module: nn.Module, rank: int, scale: float) -> Iterator[tuple[str, Init, str]]:
         """Names of what is added to a module, how it begins, and what files call it."""
@@ -203,20 +197,6 @@ class Lora(PeftPlugin):
             "init_lora_weights": True if c.init == "uniform" else "gaussian",
         }
 
-    def _adapter(self, own: Mapping[str, Any]) -> Path | None:
-        """The directory to begin from; what its tensors do not show must be configured alike."""
-        if not self.config.adapter:
-            return None
-        try:
-            directory = find(self.config.adapter, ADAPTER_CONFIG)
-            theirs = read_adapter_config(directory)
-        except UserError as error:
-            raise UserError(f"peft.adapter: {error}") from None
-        for key, unset in _MUST_AGREE.items():
-            if (theirs.get(key) or unset) != (own[key] or unset):
-                raise UserError(f"peft.adapter: {directory} was trained with {key}={theirs.get(key)}, the config means {own[key]}")
-        return directory
-
 
 class Dora(Lora):
     """DoRA: LoRA whose changed rows have lengths that train apart; nearer to full training, and slower: norms of all rows in every step."""
@@ -225,16 +205,9 @@ class Dora(Lora):
     peft_types = ()
 
 
-def _patterns(given: str | Sequence[str]) -> list[str]:
-    """Of peft's, which takes a single one for a regular expression of a whole name."""
-    if isinstance(given, str):
-        return [given if given == ALL_LINEAR else f"({given})"]
-    return list(given)
-
-
 def _split(name: str, plan: Mapping[str, int]) -> dict[str, int]:
     """What follows from how a weight is cut: its rows are B's, its columns A's."""
-    dim = next((dim for pattern, dim in plan.items() if matches(pattern.replace(".", r"\.").replace("*", "[^.]+"), f"{name}.weight")), None)
+    dim = cut_along(name, plan)
     return {} if dim is None else {f"{name}.lora_B": 0} if dim == 0 else {f"{name}.lora_A": 1}
 
 
@@ -246,5 +219,5 @@ def _unfrozen(model: CausalLM, names: Sequence[str]) -> dict[str, HFTensor]:
         if len(tensors) != 1:
             raise UserError(f"peft: {name} is {len(tensors)} tensors in files, which an adapter has no names for; leave it frozen")
         model.get_parameter(name).requires_grad_(True)
-        found[name] = HFTensor(_PREFIX + tensors[0].name, transposed=tensors[0].transposed)
+        found[name] = HFTensor(PREFIX + tensors[0].name, transposed=tensors[0].transposed)
     return found

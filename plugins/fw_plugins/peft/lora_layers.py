@@ -1,21 +1,16 @@
 """A layer with a low-rank change beside its weight: ``W x + s · B A x`` (Hu et al. 2021, https://arxiv.org/abs/2106.09685).
 
-The module stays the object it was, and its weight keeps its name: its class becomes one that derives from the one it had, so that whatever
-computes ``W x`` (plain, quantized, divided between ranks) goes on doing so.
-
 Shape suffixes: I features in, O features out, R rank, V rows of an embedding.
 """
 
 from __future__ import annotations
-
-from collections.abc import Mapping
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fw.kinds.peft import adapters_are_off
+from fw_plugins.peft.changed import become
 
 
 class LoraLinear(nn.Linear):
@@ -88,32 +83,16 @@ class LoraEmbedding(nn.Embedding):
         return out_D + F.linear(low_R, self.lora_embedding_B) * self.lora_scale
 
 
-_classes: dict[tuple[type, type], Any] = {}
-
-
-def _with(kind: type[nn.Module], cls: type[nn.Module]) -> Any:
-    """A class that is both; one for all modules, which torch.compile tells apart by their class."""
-    if cls in kind.__mro__:
-        return kind
-    return _classes.setdefault((kind, cls), type(f"{kind.__name__}({cls.__name__})", (kind, cls), {}))
-
-
 def add_to_linear(module: nn.Linear, rank: int, scale: float, dropout: float, magnitude: bool = False) -> None:
     """Make it a :class:`LoraLinear`, with ``magnitude`` a :class:`DoraLinear`; what is added has no values yet."""
     shapes: dict[str, tuple[int, ...]] = {"lora_A": (rank, module.in_features), "lora_B": (module.out_features, rank)}
     if magnitude:
         shapes["lora_magnitude_vector"] = (module.out_features,)
-    _become(module, DoraLinear if magnitude else LoraLinear, shapes)
+    become(module, DoraLinear if magnitude else LoraLinear, shapes)
     module.lora_scale, module.lora_dropout = scale, dropout  # type: ignore[assignment]
 
 
 def add_to_embedding(module: nn.Embedding, rank: int, scale: float) -> None:
     """Make it a :class:`LoraEmbedding`; A and B have no values yet."""
-    _become(module, LoraEmbedding, {"lora_embedding_A": (rank, module.num_embeddings), "lora_embedding_B": (module.embedding_dim, rank)})
+    become(module, LoraEmbedding, {"lora_embedding_A": (rank, module.num_embeddings), "lora_embedding_B": (module.embedding_dim, rank)})
     module.lora_scale = scale  # type: ignore[assignment]
-
-
-def _become(module: nn.Module, kind: type[nn.Module], parameters: Mapping[str, tuple[int, ...]]) -> None:
-    module.__class__ = _with(kind, type(module))
-    for name, shape in parameters.items():
-        module.register_parameter(name, nn.Parameter(torch.empty(shape)))

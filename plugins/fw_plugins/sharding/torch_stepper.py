@@ -166,7 +166,7 @@ class TorchStepper(Stepper):
         self._lr = spec.optimizer.lr
         self._device = next(model.parameters()).device
         of_blocks = {p for block in model.blocks for p in block.parameters() if p.dim() >= 2} if spec.optimizer.matrices else frozenset()
-        groups = parameter_groups(model.named_parameters(), model.undecayed(), spec.optimizer.weight_decay, of_blocks)
+        groups = parameter_groups(model.named_parameters(), model.whole_undecayed(), spec.optimizer.weight_decay, of_blocks)
         self._in_backward = spec.optimizer.in_backward
         apart = spec.precision.accumulates_apart and spec.offload.gradients == "device"
         on_device = SeparateOptimizers if self._in_backward or apart else WholeOptimizer

@@ -67,7 +67,7 @@ class Zero(ShardingPlugin):
         engine.join(package)
         shapes = {name: p.shape for name, p in model.named_parameters()}
         sizes = [p.numel() for p in model.parameters()]
-        undecayed = model.undecayed()
+        undecayed = model.whole_undecayed()
         nvme = None
         if spec.offload.path is not None and "nvme" in (spec.offload.optimizer, spec.offload.params):
             nvme = disk.OwnDirectory(spec.offload.path)

@@ -18,7 +18,7 @@ def pieces(config: ZeroConfig, spec: StepSpec, model: CausalLM, ranks: int, rank
     ``align_dense_tensors`` of deepspeed 0.19).
     """
     whole, found = 0, []
-    for group in parameter_groups(model.named_parameters(), model.undecayed(), spec.optimizer.weight_decay):
+    for group in parameter_groups(model.named_parameters(), model.whole_undecayed(), spec.optimizer.weight_decay):
         sizes = _in_order([p.numel() for p in group["params"]], ranks if config.round_robin_gradients else 1)
         alignment = _alignment(spec) if config.parameter_alignment else 1
         begins = list(accumulate((_up(size, alignment) for size in sizes[:-1]), initial=0))

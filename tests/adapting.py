@@ -1,0 +1,67 @@
+"""A small model of transformers', adapted by peft and by fw."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fw.cli import main
+from fw.kinds.model import CausalLM
+
+SIZES = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+IDS = torch.randint(0, 40, (2, 12), generator=torch.Generator().manual_seed(1))
+CONFIG = """
+model: {{name: auto, path: {base}}}
+peft: {peft}
+data: {{name: synthetic, vocab_size: 40, samples: 16}}
+train: {{global_batch_size: 4, sequence_length: 16, max_steps: 3, save_every: 3, run_dir: run, sample_tokens: 0}}
+optimizer: {{name: adamw, lr: 3.0e-2}}
+launch: {{accelerator: cpu}}
+"""
+
+
+def base_in(directory: Path, config: Any) -> Any:
+    """A model with random weights, written to ``base``."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    base = transformers.AutoModelForCausalLM.from_config(config)
+    for name, parameter in base.named_parameters():
+        if name.endswith("bias"):
+            parameter.data.normal_(std=0.1)
+    base.save_pretrained(directory / "base")
+    return base
+
+
+def run(directory: Path, monkeypatch: pytest.MonkeyPatch, peft: dict[str, Any], *overrides: str) -> int:
+    """Train three steps with that ``peft`` section; the exit code."""
+    (directory / "run.yaml").write_text(CONFIG.format(base=directory / "base", peft=json.dumps(peft)))
+    monkeypatch.chdir(directory)
+    return main(["train", "run.yaml", *overrides])
+
+
+def checkpoint(directory: Path) -> Path:
+    """That the run has written."""
+    return (directory / "run" / "checkpoints" / "latest").resolve()
+
+
+def disturbed(model: Any, std: float) -> Any:
+    """peft's model, whose adapters are not what they begin with."""
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data.add_(torch.randn_like(parameter) * std)
+    return model.eval()
+
+
+def same_gradients(theirs: Any, ours: CausalLM, expected: torch.Tensor, found: torch.Tensor) -> None:
+    """Of all that trains, by the names that files have."""
+    for logits in (expected, found):
+        logits.square().sum().backward()
+    gradients = {name.replace(".default", ""): p.grad for name, p in theirs.named_parameters() if p.requires_grad}
+    assert ours.adapters is not None and gradients.keys() == {of.name for of in ours.adapters.tensors.values()}
+    for name, of in ours.adapters.tensors.items():
+        grad, wanted = ours.get_parameter(name).grad, gradients[of.name]
+        assert grad is not None and (grad - wanted).abs().max() <= 5e-5 * wanted.abs().max().clamp(min=1), name
