@@ -12,14 +12,16 @@ from typing import TYPE_CHECKING, Any
 from fw.errors import FwError, RunError, UserError
 
 if TYPE_CHECKING:
+    from fw.inference.llm import LLM
     from fw.planning.run import train
     from fw.pretrained import load_model, save_model
     from fw.tokenizer import load_tokenizer
 
 __version__ = "0.1.0"
-__all__ = ["FwError", "RunError", "UserError", "__version__", "load_model", "load_tokenizer", "save_model", "train"]
+__all__ = ["LLM", "FwError", "RunError", "UserError", "__version__", "load_model", "load_tokenizer", "save_model", "train"]
 
 _FROM = {
+    "LLM": "fw.inference.llm",
     "load_model": "fw.pretrained",
     "load_tokenizer": "fw.tokenizer",
     "save_model": "fw.pretrained",

@@ -150,6 +150,7 @@ class GPT2(CausalLM):
             raise UserError(f"model.n_positions: {config.n_positions} positions do not hold train.sequence_length {sequence_length}")
         self.config = config
         self.vocab_size = vocab_size
+        self.context = config.n_positions
         self.attention = attention
         self.wte = nn.Embedding(vocab_size, config.n_embd)
         self.wpe = nn.Embedding(config.n_positions, config.n_embd)

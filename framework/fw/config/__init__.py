@@ -3,6 +3,7 @@
 This package knows nothing of plugins: it reads, layers and remembers. :mod:`fw.recipe` gives the values their types.
 """
 
+from fw.config.inference import InferenceSection
 from fw.config.load import Config, layered, load, overridden
 from fw.config.origin import DEFAULT, Origin
 from fw.config.schema import check_interpolations, fill, interpolated, options_of
@@ -14,6 +15,7 @@ __all__ = [
     "ASKED_FOR",
     "DEFAULT",
     "Config",
+    "InferenceSection",
     "LaunchSection",
     "LoaderSection",
     "MemorySection",

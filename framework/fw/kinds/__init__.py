@@ -11,7 +11,7 @@ from fw.registry import Plugin
 @dataclass(frozen=True)
 class Kind:
     """``default`` is the plugin taken where a config names none, ``None`` where a config must; ``many`` where a list is allowed;
-    ``apis`` are the versions of the contract that this core speaks."""
+    ``apis`` are the versions of the contract that this core speaks; ``of`` is what it is a part of, a training ``run`` or ``inference``."""
 
     name: str
     decides: str
@@ -19,6 +19,7 @@ class Kind:
     default: str | None
     many: bool = False
     apis: tuple[int, ...] = (1,)
+    of: str = "run"
 
     def load_contract(self) -> type[Plugin]:
         """Import the contract's class."""
@@ -49,6 +50,7 @@ KINDS: dict[str, Kind] = {
         Kind("schedule", "the learning rate over time", "fw.kinds.schedule:SchedulePlugin", "constant"),
         Kind("checkpoint", "how state reaches disk and comes back", "fw.kinds.checkpoint:CheckpointPlugin", "safetensors"),
         Kind("logger", "where metrics go", "fw.kinds.logger:LoggerPlugin", "csv", many=True),
+        Kind("kv_cache", "how keys and values are kept", "fw.kinds.kv_cache:KVCachePlugin", "paged", of="inference"),
         Kind("launcher", "how processes start", "fw.kinds.launcher:LauncherPlugin", "local"),
     )
 }

@@ -204,6 +204,9 @@ class CausalLM(nn.Module):
     vocab_size: int
     """Rows of the embedding."""
 
+    context: int
+    """Tokens of the longest sequence that it claims to serve."""
+
     adapters: Adapters | None = None
     """What ``peft`` has added; None where all of the model trains."""
 

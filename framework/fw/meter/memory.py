@@ -140,3 +140,20 @@ class _Mallinfo2(ctypes.Structure):
         (name, ctypes.c_size_t)
         for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
     ]
+
+
+def available_bytes(device: torch.device) -> int:
+    """What could be allocated now: free memory of a GPU; on the host, what the kernel can make free, within the container's limit."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    bounds = []
+    with suppress(OSError, ValueError, IndexError):
+        line = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemAvailable:"))
+        bounds.append(int(line.split()[1]) * 1024)
+    for limit, used in (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ):
+        with suppress(OSError, ValueError):  # no such file, or "max"
+            bounds.append(int(Path(limit).read_text()) - int(Path(used).read_text()))
+    return max(0, min(bounds)) if bounds else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2

@@ -41,10 +41,10 @@ def load_model(
     path: str | Path,
     dtype: torch.dtype = torch.float32,
     device: str | torch.device = "cpu",
-    attention: str = "sdpa",
+    attention: str | AttentionPlugin = "sdpa",
     model: str = "auto",
     adapter: str | Path | None = None,
-    quantization: str | None = None,
+    quantization: str | QuantizationPlugin | None = None,
 ) -> CausalLM:
     """The model of a directory in evaluation mode; ``model(ids)`` maps ids ``[B, L]`` to logits ``[B, L, V]``.
 
@@ -54,10 +54,10 @@ def load_model(
         path: a model directory, a run of fw's own (its latest checkpoint), or ``org/name`` of the hub. Where it is an adapter's, its
             base is loaded with it, from where its configuration says.
         dtype: of the parameters, whatever the files hold.
-        attention: an attention plugin, by name.
+        attention: an attention plugin, or its name.
         model: a model plugin that takes a ``path``: ``auto`` picks a reference architecture, ``hf`` runs transformers' own code.
-        quantization: a quantization plugin, by name: weights are quantized one after another as they are read, and codes that files hold
-            are taken as they are. ``none`` makes weights of them; None leaves them as they are.
+        quantization: a quantization plugin, or its name: weights are quantized one after another as they are read, and codes that files
+            hold are taken as they are. ``none`` makes weights of them; None leaves them as they are.
         adapter: directory of an adapter of the model at ``path``, of fw's or peft's; it stays beside the weights.
 
     Raises:
@@ -73,9 +73,10 @@ def load_model(
             raise UserError(f"{found / ADAPTER_CONFIG} names no base; give the base, and the adapter with it")
     plugin = model_cls(model_cls.Config(path=str(path)))
     assert isinstance(plugin, ModelPlugin) and plugin.weights is not None
-    chosen = _default("attention", attention)
+    chosen = _default("attention", attention) if isinstance(attention, str) else attention
     given = quantization_for(plugin.weights) if quantization is None else None
-    quantized = given or _default("quantization", quantization or "none")
+    chosen_bits = quantization if isinstance(quantization, QuantizationPlugin) else _default("quantization", quantization or "none")
+    quantized = given or chosen_bits
     assert isinstance(chosen, AttentionPlugin) and isinstance(quantized, QuantizationPlugin)
     assert plugin.vocab_size is not None, "config.json says it, or transformers' default does"
     with torch.device("meta"):

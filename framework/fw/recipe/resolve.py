@@ -9,7 +9,6 @@ from pathlib import Path as FilePath
 from typing import Any, cast
 
 import torch
-from omegaconf import DictConfig, OmegaConf
 
 from fw import registry
 from fw.config import (
@@ -23,10 +22,9 @@ from fw.config import (
     check_interpolations,
     fill,
     interpolated,
-    layered,
 )
-from fw.errors import UserError, did_you_mean
-from fw.kinds import KINDS, Kind
+from fw.errors import UserError
+from fw.kinds import KINDS
 from fw.kinds.activation import ActivationPlugin
 from fw.kinds.attention import AttentionPlugin
 from fw.kinds.checkpoint import CheckpointPlugin
@@ -44,12 +42,15 @@ from fw.kinds.schedule import SchedulePlugin
 from fw.kinds.sharding import REPLICATE, SHARD, TENSOR, ShardingPlugin, StepSpec
 from fw.place import Place, place
 from fw.recipe import batch, rules
+from fw.recipe.choosing import check_sections, choose, options_in, with_defaults
 from fw.recipe.saving import check_saving
 from fw.recipe.world import World, current_world, world_size
 from fw.registry import Plugin
 
 SECTIONS: dict[str, type] = {"train": TrainSection, "loader": LoaderSection, "launch": LaunchSection, "memory": MemorySection}
 RESUME = "resume"
+KINDS_OF_A_RUN = {name: kind for name, kind in KINDS.items() if kind.of == "run"}
+GENERATING = dict.fromkeys(["inference", *(name for name, kind in KINDS.items() if kind.of != "run")], "give it to fw generate")
 
 
 @dataclass(frozen=True)
@@ -173,10 +174,10 @@ def resolve(config: Config, world: World | None = None, *, starts: bool = True) 
     Raises:
         UserError: unknown section, plugin or option, wrong type, rules broken, or a batch or mesh that does not divide.
     """
-    _check_sections(config)
+    check_sections(config, [*KINDS_OF_A_RUN, *SECTIONS, RESUME, "extends"], GENERATING)
     check_interpolations(config)
-    chosen = {name: _choose(kind, config) for name, kind in KINDS.items()}
-    root = _with_defaults(config, chosen)
+    chosen = {name: choose(kind, config) for name, kind in KINDS_OF_A_RUN.items()}
+    root = with_defaults(config, chosen, SECTIONS)
 
     made: dict[str, list[tuple[str, Plugin]]] = {}
     tree: dict[str, Any] = {}
@@ -188,10 +189,10 @@ def resolve(config: Config, world: World | None = None, *, starts: bool = True) 
         written = [{"name": p.name, **dataclasses.asdict(plugin.config)} for p, (_, plugin) in zip(picks, made[kind], strict=True)]
         tree[kind] = written if KINDS[kind].many else written[0]
 
-    train = fill(TrainSection, config, ("train",), _section(config, "train"), root)
-    loader = fill(LoaderSection, config, ("loader",), _section(config, "loader"), root)
-    launch = fill(LaunchSection, config, ("launch",), _section(config, "launch"), root)
-    memory = fill(MemorySection, config, ("memory",), _section(config, "memory"), root)
+    train = fill(TrainSection, config, ("train",), options_in(config, "train"), root)
+    loader = fill(LoaderSection, config, ("loader",), options_in(config, "loader"), root)
+    launch = fill(LaunchSection, config, ("launch",), options_in(config, "launch"), root)
+    memory = fill(MemorySection, config, ("memory",), options_in(config, "memory"), root)
     sections = {"train": train, "loader": loader, "launch": launch, "memory": memory}
     tree |= {name: dataclasses.asdict(section) for name, section in sections.items()}  # type: ignore[call-overload]
     tree[RESUME] = resume = _resume(config)
@@ -252,78 +253,6 @@ def _check_measured(config: Config, train: TrainSection, memory: MemorySection) 
         raise UserError(f"{place}: memory.trace_step: step {memory.trace_step} is measured by memory.measure_step; name another")
 
 
-@dataclass(frozen=True)
-class _Pick:
-    """A plugin a config names, not yet built."""
-
-    name: str
-    cls: type[Plugin]
-    path: tuple[str, ...]
-    options: dict[str, Any]
-
-
-def _check_sections(config: Config) -> None:
-    known = [*KINDS, *SECTIONS, RESUME]
-    for section in config.tree:
-        if section not in known:
-            raise UserError(
-                f"{config.origin((section,))}: unknown section '{section}'{did_you_mean(section, known)}"
-                f" (there are: {', '.join(known)}, extends)"
-            )
-
-
-def _choose(kind: Kind, config: Config) -> list[_Pick]:
-    value = config.tree.get(kind.name)
-    contract = kind.load_contract()
-    if kind.many:
-        items = [] if value is None and kind.name in config.tree else [kind.default] if value is None else value
-        items = items if isinstance(items, list) else [items]
-        paths = [(kind.name, str(i)) for i in range(len(items))] if isinstance(value, list) else [(kind.name,)] * len(items)
-        picks = [_pick(kind, contract, item, path, config) for item, path in zip(items, paths, strict=True)]
-        names = [pick.name for pick in picks]
-        if len(set(names)) < len(names):
-            raise UserError(f"{config.origin((kind.name,))}: {kind.name} names one plugin twice: {', '.join(names)}")
-        return picks
-    if kind.name not in config.tree:
-        if kind.default is None:
-            known = ", ".join(e.name for e in registry.entries(kind.name))
-            raise UserError(
-                f"{config.name}: no '{kind.name}' section, which decides {kind.decides};"
-                f" add one, like '{kind.name}: NAME' (there are: {known})"
-            )
-        value = kind.default
-    return [_pick(kind, contract, value, (kind.name,), config)]
-
-
-def _pick(kind: Kind, contract: type[Plugin], value: Any, path: tuple[str, ...], config: Config) -> _Pick:
-    place = config.origin(path)
-    if isinstance(value, str):
-        value = {"name": interpolated(value, config, path)}
-    if not isinstance(value, Mapping):
-        raise UserError(f"{place}: {'.'.join(path)}: write '{kind.name}: NAME' or '{kind.name}: {{name: NAME, …}}', not {value!r}")
-    name = value.get("name", kind.default)
-    name = interpolated(name, config, (*path, "name")) if isinstance(name, str) else name
-    if not isinstance(name, str):
-        raise UserError(f"{place}: section '{kind.name}' has no 'name'; say which plugin it configures")
-    try:
-        cls = registry.load(kind.name, name, contract, kind.apis)
-    except UserError as error:
-        raise UserError(f"{config.origin((*path, 'name'))}: {error}") from error.__cause__
-    for option, why in cls.not_options.items():
-        if option in value:
-            raise UserError(f"{config.origin((*path, option))}: {kind.name}.{option}: {why}")
-    return _Pick(name, cls, path, {str(k): v for k, v in value.items() if k != "name"})
-
-
-def _section(config: Config, name: str) -> dict[str, Any]:
-    value = config.tree.get(name, {})
-    if value is None:
-        return {}
-    if not isinstance(value, Mapping):
-        raise UserError(f"{config.origin((name,))}: '{name}' is a section of options, not {value!r}")
-    return {str(k): v for k, v in value.items()}
-
-
 def _resume(config: Config) -> str:
     value = config.tree.get(RESUME)
     value = interpolated(value, config, (RESUME,)) if isinstance(value, str) else value
@@ -332,21 +261,6 @@ def _resume(config: Config) -> str:
     if not isinstance(value, str):
         raise UserError(f"{config.origin((RESUME,))}: resume is 'auto' or the path of a checkpoint, not {value!r}")
     return value
-
-
-def _with_defaults(config: Config, chosen: Mapping[str, list[_Pick]]) -> DictConfig:
-    """The whole tree with every default in it, so that an interpolation may refer to a value nobody wrote."""
-    tree: dict[str, Any] = {name: _overlay(cls, _section(config, name)) for name, cls in SECTIONS.items()}
-    for kind, picks in chosen.items():
-        filled = [{"name": pick.name, **_overlay(pick.cls.Config, pick.options)} for pick in picks]
-        tree[kind] = filled if KINDS[kind].many else filled[0]
-    return OmegaConf.create(tree)
-
-
-def _overlay(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
-    defaults = OmegaConf.to_container(OmegaConf.structured(cls))
-    assert isinstance(defaults, dict)
-    return layered({str(k): v for k, v in defaults.items()}, values)
 
 
 def _leaves(value: Any, path: tuple[str, ...] = ()) -> list[tuple[str, ...]]:

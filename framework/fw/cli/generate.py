@@ -1,0 +1,138 @@
+"""Generate text with a model: an answer as it comes, or a file of answers for a file of prompts."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fw.inference.llm import LLM
+
+EXAMPLES = """examples:
+  fw generate runs/quickstart "The list of arguments" --max-tokens 60
+  fw generate path/to/model --input prompts.jsonl --output answers.jsonl --temperature 0
+  fw generate path/to/model "Once" inference.dtype=bf16 inference.kv_budget=2GiB kv_cache=contiguous
+  echo "Once" | fw generate path/to/model
+
+a line of --input: {"prompt": "…"} or {"messages": [{"role": "user", "content": "…"}]}, with "id", "max_tokens" and so on, or a request
+of OpenAI's batch format. Run again with the same files after a kill, it answers what is missing."""
+
+_NUMBERS: Mapping[str, tuple[type, str]] = {
+    "max_tokens": (int, "most tokens of an answer (256)"),
+    "min_tokens": (int, "before which nothing ends it (0)"),
+    "temperature": (float, "that logits are divided by; 0 takes the likeliest (the model's own, or 1)"),
+    "top_k": (int, "only that many likeliest tokens"),
+    "top_p": (float, "only the likeliest tokens of this probability together"),
+    "min_p": (float, "only tokens of this share of the likeliest one's probability"),
+    "repetition_penalty": (float, "above 1, tokens that were there are less likely"),
+    "presence_penalty": (float, "taken from logits of tokens the answer has"),
+    "frequency_penalty": (float, "the same, for each time"),
+    "seed": (int, "of the choice"),
+    "n": (int, "answers to each prompt (1)"),
+    "logprobs": (int, "log-probabilities of the tokens, and of so many likeliest; of --output"),
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The model, prompts, and how tokens are chosen."""
+    parser.add_argument("model", metavar="MODEL", help="model directory, adapter's directory, run directory, or org/name of the hub")
+    parser.add_argument("prompt", nargs="?", metavar="PROMPT", help="text to go on from; standard input where there is none")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="kv_cache=…, quantization=…, inference.OPTION=…")
+    parser.add_argument("--input", type=Path, metavar="FILE", help="prompts, a line of JSON each")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="answers, a line of JSON each, as they come")
+    parser.add_argument("--chat", action="store_true", help="PROMPT is what a user says, in the model's chat template")
+    add_sampling(parser)
+
+
+def add_sampling(parser: argparse.ArgumentParser) -> None:
+    """The adapter, and how tokens are chosen."""
+    parser.add_argument("--adapter", metavar="DIR", help="adapter of the model, fw's or peft's")
+    for name, (kind, text) in _NUMBERS.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar="N" if kind is int else "X", help=text)
+    parser.add_argument("--stop", action="append", metavar="TEXT", help="text that ends an answer; may be given again")
+    parser.add_argument("--ignore-eos", action="store_true", default=None, help="go on at the model's own end")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Write the answer as it comes, or the file of answers."""
+    from fw.errors import UserError
+
+    if (options.input is None) != (options.output is None):
+        raise UserError("--input and --output go together")
+    if options.input is not None:
+        if options.prompt is not None:
+            options.overrides = [options.prompt, *options.overrides]
+        llm = load(options)
+        return _batch(llm, options)
+    prompt = options.prompt
+    if prompt is None:
+        if sys.stdin.isatty():
+            raise UserError("there is no prompt; give one, or --input FILE --output FILE")
+        prompt = sys.stdin.read()
+    llm = load(options)
+    return _stream(llm, prompt, options)
+
+
+def load(options: argparse.Namespace) -> LLM:
+    """The model, as overrides say."""
+    from fw.config import Config, overridden
+    from fw.inference.llm import LLM
+    from fw.recipe.inference import resolve_inference
+
+    recipe = resolve_inference(overridden(Config("generate", {}, {}), options.overrides))
+    return LLM.of(options.model, recipe, options.adapter)
+
+
+def settings(options: argparse.Namespace) -> dict[str, Any]:
+    """What was said of how tokens are chosen."""
+    names = [*_NUMBERS, "stop", "ignore_eos"]
+    return {name: value for name in names if (value := getattr(options, name)) is not None}
+
+
+def _stream(llm: LLM, prompt: str, options: argparse.Namespace) -> int:
+    given = settings(options)
+    if given.get("n", 1) > 1:
+        from fw.errors import UserError
+
+        raise UserError("--n: several answers come with --input and --output")
+    for delta in llm.stream([{"role": "user", "content": prompt}] if options.chat else prompt, **given):
+        print(delta.text, end="", flush=True)
+    print()
+    return 0
+
+
+def _batch(llm: LLM, options: argparse.Namespace) -> int:
+    import time
+
+    from tqdm import tqdm
+
+    from fw.inference.batch import Progress, run_batch
+    from fw.meter.bandwidth import read_bandwidth
+
+    begin = time.perf_counter()
+    shown = sys.stderr.isatty()
+    most = read_bandwidth(llm.device) if shown and llm.engine.reads.step_bytes else 0.0
+    with tqdm(desc="generating", unit="line", file=sys.stderr, disable=not shown, leave=False) as bar:
+
+        def tell(progress: Progress) -> None:
+            bar.total, bar.n = progress.lines, progress.before + progress.done
+            seconds = time.perf_counter() - begin
+            rates = [f"{progress.tokens / seconds:,.0f} tokens/s"]
+            if most:
+                rates.append(f"{llm.engine.read_bytes / seconds / 1e9:.1f} of {most / 1e9:.1f} GB/s")
+            bar.set_postfix_str(", ".join(rates), refresh=False)
+            bar.update(0)
+
+        progress = run_batch(llm, options.input, options.output, settings(options), str(options.model), tell)
+    seconds = time.perf_counter() - begin
+    kept = f", {progress.before} from before" if progress.before else ""
+    print(
+        f"{options.output}: {progress.done - progress.failed} answers, {progress.tokens:,} tokens in {seconds:.1f} s"
+        f" ({progress.tokens / seconds:,.0f} tokens/s){kept}"
+    )
+    if progress.failed:
+        print(f"fw: warning: {progress.failed} lines could not be answered; {options.output} says why", file=sys.stderr)
+    return 0

@@ -1,0 +1,50 @@
+"""The section ``inference``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from fw.config.size import parse_size
+from fw.errors import UserError
+
+
+@dataclass
+class InferenceSection:
+    """How requests share the machine."""
+
+    dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    """Of weights, and of what is computed. `auto`: as the files are; weights take 4 bytes each in fp32, 2 in bf16 and fp16."""
+    device: str = "auto"
+    """That the model computes on: cpu, cuda, cuda:1; `auto` for a GPU where there is one."""
+    kv_budget: str = ""
+    """Most that keys and values may take, like 2GiB. Memory follows use up to it. Empty for what max_sequences sequences of the whole
+    context take, but no more than 0.4 of free memory."""
+    max_context: int | None = None
+    """Most tokens of a sequence, prompt and answer; empty for the model's own. One that kv_budget does not hold is shortened, which is
+    said."""
+    max_sequences: int = 64
+    """Sequences that are computed at once; others wait. Keys and values grow in proportion."""
+    step_tokens: int = 512
+    """Tokens that one step computes, of prompts and answers together: with more, long prompts are faster, and others wait longer for their
+    next token. Activations grow in proportion."""
+    prompt_tokens: int | None = None
+    """Of these, most that one prompt may take, so that a long one does not keep short ones waiting; empty for half."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_context", "max_sequences", "step_tokens", "prompt_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UserError(f"inference.{name}: {value} is too small; the least is 1")
+        if self.max_sequences > self.step_tokens:
+            raise UserError(
+                f"inference.max_sequences: {self.max_sequences} sequences want a token each, and inference.step_tokens is"
+                f" {self.step_tokens}; raise that, or lower this"
+            )
+        if self.kv_budget and parse_size(self.kv_budget) <= 0:
+            raise UserError(f"inference.kv_budget: {self.kv_budget} holds nothing")
+
+    @property
+    def prompt_share(self) -> int:
+        """Tokens of a step that one prompt may take."""
+        return self.prompt_tokens or max(1, self.step_tokens // 2)

@@ -1,0 +1,236 @@
+"""A file of prompts, and a file of answers, a line each.
+
+A line is answered when its answer is there, in any order. What was answered before a run ended is not asked again: beside the answers lies
+a note of which prompts and settings they belong to, until all are there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+from fw.errors import UserError
+from fw.inference.engine import Result
+from fw.inference.llm import LLM
+from fw.inference.openai import Asked, answered, asked
+from fw.inference.options import Sampling
+
+_AHEAD = 2
+"""Times as many requests as run at once are read ahead."""
+
+
+@dataclass
+class Progress:
+    """How far a batch is.
+
+    Attributes:
+        before: lines that an earlier run answered.
+        failed: lines that could not be answered; the answers' file says why.
+        tokens: generated.
+    """
+
+    lines: int
+    before: int = 0
+    done: int = 0
+    failed: int = 0
+    tokens: int = 0
+
+
+@dataclass(frozen=True)
+class _Line:
+    """One that is being answered."""
+
+    number: int
+    given: Mapping[str, Any]
+    asked: Asked
+
+
+def run_batch(llm: LLM, source: Path, target: Path, settings: Mapping[str, Any], model: str, tell: Callable[[Progress], None]) -> Progress:
+    """Answer every line of a file.
+
+    A line is ``{"prompt": …}`` or ``{"messages": […]}``, with further settings of its own, or a request of OpenAI's batch format. A line
+    that cannot be answered is kept, with what is wrong with it.
+
+    Args:
+        settings: of requests that do not say.
+        model: name that answers in OpenAI's format give.
+        tell: is called after every step.
+
+    Raises:
+        UserError: the files cannot be read or written, or the answers belong to other prompts.
+    """
+    defaults = llm.sampling(**settings)
+    count, digest = _looked_at(source)
+    note = target.with_name(f".{target.name}.unfinished")
+    belongs = {"input": digest, "settings": {key: _plain(value) for key, value in settings.items()}, "model": model}
+    answered_before = _go_on(target, note, belongs)
+    progress = Progress(count, before=len(answered_before))
+    tell(progress)
+    try:
+        out = target.open("a", encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"--output: {target} cannot be written: {error.strerror}") from None
+    with out:
+        _answer(llm, source, out, answered_before, defaults, model, progress, tell)
+        out.flush()
+        os.fsync(out.fileno())
+    note.unlink()
+    return progress
+
+
+def _answer(
+    llm: LLM,
+    source: Path,
+    out: TextIO,
+    before: set[int],
+    defaults: Sampling,
+    model: str,
+    progress: Progress,
+    tell: Callable[[Progress], None],
+) -> None:
+    lines = (each for each in _lines(source) if each[0] not in before)
+    running: dict[str, _Line] = {}
+    most = _AHEAD * llm.engine.scheduler.most
+    more = True
+    try:
+        while more or running:
+            while more and len(running) < most:
+                if (following := next(lines, None)) is None:
+                    more = False
+                    break
+                number, text = following
+                given: Any = None
+                try:
+                    given = _parsed(text)
+                    line = _Line(number, given, _asked(llm, given, defaults))
+                    llm.engine.add(f"line {number}", llm.encode(line.asked.prompt), line.asked.sampling)
+                    running[f"line {number}"] = line
+                except UserError as error:
+                    _write(out, _refused(number, given, text, str(error)))
+                    progress.done, progress.failed = progress.done + 1, progress.failed + 1
+            deltas, results = llm.engine.step()
+            progress.tokens += sum(delta.token is not None for delta in deltas)
+            for result in results:
+                _write(out, _told(llm, running.pop(result.key), result, model))
+                progress.done += 1
+            tell(progress)
+    finally:
+        for key in running:
+            llm.engine.abort(key)
+
+
+def _looked_at(source: Path) -> tuple[int, str]:
+    """Lines that are not empty, and a digest of all."""
+    digest, count = hashlib.sha256(), 0
+    try:
+        with source.open("rb") as file:
+            for line in file:
+                digest.update(line)
+                count += bool(line.strip())
+    except OSError as error:
+        raise UserError(f"--input: {source} cannot be read: {error.strerror}") from None
+    if not count:
+        raise UserError(f"--input: {source} has no line")
+    return count, digest.hexdigest()
+
+
+def _go_on(target: Path, note: Path, belongs: Mapping[str, Any]) -> set[int]:
+    """Numbers of the lines that are answered already."""
+    if not note.exists():
+        if target.exists():
+            raise UserError(f"--output: {target} exists already; give another file, or remove it")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        note.write_text(json.dumps(belongs))
+        return set()
+    if json.loads(note.read_text()) != belongs:
+        raise UserError(f"--output: {target} is half of another batch, of other prompts, settings or another model; remove it and {note}")
+    if not target.exists():
+        return set()
+    data = target.read_bytes()
+    whole = data.rfind(b"\n") + 1
+    if whole < len(data):  # the last line was being written when the run ended
+        os.truncate(target, whole)
+    return {json.loads(line)["line"] for line in data[:whole].splitlines()}
+
+
+def _lines(source: Path) -> Iterator[tuple[int, str]]:
+    with source.open(encoding="utf-8", errors="surrogateescape") as file:
+        for number, text in enumerate(file, 1):
+            if text.strip():
+                yield number, text
+
+
+def _parsed(text: str) -> Mapping[str, Any]:
+    try:
+        given = json.loads(text)
+    except ValueError as error:
+        raise UserError(f"not JSON: {error}") from None
+    if not isinstance(given, dict):
+        raise UserError("not a JSON object")
+    return given
+
+
+def _asked(llm: LLM, given: Mapping[str, Any], defaults: Sampling) -> Asked:
+    if "body" in given:
+        if not isinstance(given["body"], dict):
+            raise UserError("body: not a JSON object")
+        return asked(llm, str(given.get("url")), given["body"])
+    kinds = [key for key in ("prompt", "messages") if key in given]
+    if len(kinds) != 1:
+        raise UserError("a line has either 'prompt', or 'messages', or OpenAI's 'custom_id', 'url' and 'body'")
+    own = {key: value for key, value in given.items() if key not in ("id", *kinds)}
+    return Asked(given[kinds[0]], llm.sampling(**{**vars(defaults), **own}), chat=kinds == ["messages"])
+
+
+def _told(llm: LLM, line: _Line, result: Result, model: str) -> dict[str, Any]:
+    if "body" in line.given:
+        body = answered(llm, line.asked, result, model)
+        response = {"status_code": 200, "request_id": body["id"], "body": body}
+        return {
+            "line": line.number,
+            "id": f"batch_req_{line.number}",
+            "custom_id": line.given.get("custom_id"),
+            "response": response,
+            "error": None,
+        }
+    first = result.completions[0]
+    told: dict[str, Any] = {"line": line.number, **_named(line.given), "text": first.text, "token_ids": first.token_ids}
+    told["finish_reason"] = first.finish_reason
+    sampling = line.asked.sampling
+    if sampling.logprobs is not None:
+        told["logprobs"] = first.logprobs
+    if sampling.logprobs:
+        told["top_logprobs"] = first.top_logprobs
+    if sampling.prompt_logprobs is not None:
+        told["prompt_logprobs"] = result.prompt_logprobs
+    if len(result.completions) > 1:
+        told["others"] = [{"text": c.text, "token_ids": c.token_ids, "finish_reason": c.finish_reason} for c in result.completions[1:]]
+    return told
+
+
+def _named(given: Mapping[str, Any]) -> dict[str, Any]:
+    return {"id": given["id"]} if "id" in given else {}
+
+
+def _refused(number: int, given: Any, text: str, why: str) -> dict[str, Any]:
+    """A line that cannot be answered, as it was."""
+    if isinstance(given, dict) and "body" in given:
+        error = {"code": "invalid_request", "message": why}
+        return {"line": number, "id": f"batch_req_{number}", "custom_id": given.get("custom_id"), "response": None, "error": error}
+    kept = given if isinstance(given, dict) else text.rstrip("\n").encode("utf-8", "replace").decode()
+    return {"line": number, **(_named(given) if isinstance(given, dict) else {}), "error": why, "input": kept}
+
+
+def _write(out: TextIO, told: Mapping[str, Any]) -> None:
+    """A line at once, so that a run that ends now has lost none."""
+    out.write(json.dumps(told, ensure_ascii=True) + "\n")
+    out.flush()
+
+
+def _plain(value: Any) -> Any:
+    return value if isinstance(value, int | float | str | bool | type(None)) else list(value)

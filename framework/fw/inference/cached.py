@@ -1,0 +1,93 @@
+"""A model whose attention goes through a cache of keys and values: the model's own code runs, on tokens of many sequences at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fw.errors import UserError
+from fw.kinds.attention import AttentionPlugin, Pattern
+from fw.kinds.kv_cache import KVCache, Stretch
+from fw.kinds.model import CausalLM, Head
+from fw.registry import NoOptions
+
+
+class ThroughCache(AttentionPlugin):
+    """What a model is built with that is to compute through a cache."""
+
+    def __init__(self) -> None:
+        super().__init__(NoOptions())
+
+    def plan(self, pattern: Pattern, device: torch.device) -> None:
+        """The cache knows who sees whom."""
+
+    def attend(
+        self, q_BNLH: Tensor, k_BKLH: Tensor, v_BKLH: Tensor, plan: Any, *, scale: float, softcap: float | None = None, dropout: float = 0.0
+    ) -> Tensor:
+        """Not before a block has its own part of a cache."""
+        raise AssertionError("attention of a model that has no cache yet")
+
+
+class _OfBlock(ThroughCache):
+    def __init__(self, cache: KVCache, block: int) -> None:
+        super().__init__()
+        self._cache, self._block = cache, block
+
+    def attend(
+        self, q_BNLH: Tensor, k_BKLH: Tensor, v_BKLH: Tensor, plan: Any, *, scale: float, softcap: float | None = None, dropout: float = 0.0
+    ) -> Tensor:
+        q_TNH, k_TKH, v_TKH = (x_BNLH[0].transpose(0, 1) for x_BNLH in (q_BNLH, k_BKLH, v_BKLH))
+        return self._cache.attend(self._block, q_TNH, k_TKH, v_TKH, scale=scale, softcap=softcap).transpose(0, 1)[None]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Tokens of a sequence that a step computes, and those whose logits are wanted.
+
+    Attributes:
+        wanted: positions, from the stretch's start on.
+    """
+
+    stretch: Stretch
+    tokens: Sequence[int]
+    wanted: range
+
+
+class Runner:
+    """Runs a model that was built with :class:`ThroughCache`.
+
+    Raises:
+        UserError: the model computes attention by itself.
+    """
+
+    def __init__(self, model: CausalLM, cache: KVCache, device: torch.device) -> None:
+        self._model, self._cache, self._device = model, cache, device
+        for number, block in enumerate(model.blocks):
+            found = [module for module in block.modules() if isinstance(getattr(module, "attention", None), ThroughCache)]
+            if len(found) != 1:
+                raise UserError(f"block {number} of the model does not leave its attention to a plugin, so no cache can be put behind it")
+            setattr(found[0], "attention", _OfBlock(cache, number))  # noqa: B010 - any module of a model's
+
+    @torch.inference_mode()
+    def run(self, pieces: Sequence[Piece]) -> list[Tensor]:
+        """Logits ``[wanted, V]`` of each, in fp32. Keys and values of all tokens are in the cache afterwards."""
+        tokens = [token for piece in pieces for token in piece.tokens]
+        at = [position for piece in pieces for position in range(piece.stretch.start, piece.stretch.end)]
+        rows, begin = [], 0
+        for piece in pieces:
+            rows += [begin + row for row in piece.wanted]
+            begin += piece.stretch.length
+        wanted = torch.tensor(rows, device=self._device)
+
+        def readout(x_1TD: Tensor, head: Head, auxiliary: Tensor | None) -> Tensor:
+            return head(x_1TD[0, wanted]).float() if rows else x_1TD.new_empty(0, 0)
+
+        self._cache.begin([piece.stretch for piece in pieces])
+        logits_RV = self._model(
+            torch.tensor([tokens], device=self._device), positions_BL=torch.tensor([at], device=self._device), readout=readout
+        )
+        return list(logits_RV.split([len(piece.wanted) for piece in pieces]))

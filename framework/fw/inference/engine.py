@@ -1,0 +1,316 @@
+"""Requests in, tokens out, a step at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import count
+
+import torch
+from torch import Tensor
+
+from fw.config import InferenceSection
+from fw.errors import UserError
+from fw.inference.cached import Piece, Runner
+from fw.inference.options import Sampling
+from fw.inference.sampling import choose
+from fw.inference.scheduler import Scheduler
+from fw.inference.sequence import Answer, FinishReason, Logprobs, Request
+from fw.inference.text import AnswerText
+from fw.kinds.kv_cache import KVCache, Stretch
+from fw.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class Delta:
+    """What a step has added to an answer.
+
+    Attributes:
+        text: that is certain now; often empty.
+        token: that was generated; None where the answer ended otherwise.
+        logprob: of the token, under the model itself; None where nobody asked.
+    """
+
+    key: str
+    index: int
+    text: str
+    token: int | None
+    logprob: float | None
+    finish_reason: FinishReason | None
+
+
+@dataclass(frozen=True)
+class Completion:
+    """An answer.
+
+    Attributes:
+        text: without special tokens, and without what ended it.
+        token_ids: all that were generated, the one that ended it included.
+        logprobs: of these, under the model itself; empty where none were asked for.
+        top_logprobs: in the place of each, the likeliest by id; empty where none were asked for.
+        finish_reason: ``stop`` at the model's own end or one that was asked for, ``length`` at the most tokens, ``abort``.
+        stopped_by: the text or id that ended it; None for the model's own end.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    logprobs: list[float]
+    top_logprobs: list[dict[int, float]]
+    finish_reason: FinishReason
+    stopped_by: str | int | None = None
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came of a request; of several answers, the likeliest first.
+
+    Attributes:
+        prompt_token_ids: of the prompt.
+        prompt_logprobs: of its tokens from the second on, where they were asked for; likewise ``prompt_top_logprobs``.
+        cached_tokens: of the prompt, that others had computed.
+    """
+
+    key: str
+    prompt_token_ids: list[int]
+    completions: list[Completion]
+    prompt_logprobs: list[float]
+    prompt_top_logprobs: list[dict[int, float]]
+    cached_tokens: int
+
+    @property
+    def text(self) -> str:
+        """Of the first answer."""
+        return self.completions[0].text
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Of the first answer."""
+        return self.completions[0].token_ids
+
+    @property
+    def logprobs(self) -> list[float]:
+        """Of the first answer."""
+        return self.completions[0].logprobs
+
+    @property
+    def top_logprobs(self) -> list[dict[int, float]]:
+        """Of the first answer."""
+        return self.completions[0].top_logprobs
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        """Of the first answer."""
+        return self.completions[0].finish_reason
+
+
+@dataclass(frozen=True)
+class Reads:
+    """What a step reads: of weights in any case, and of keys and values for each token that another one sees.
+
+    Attributes:
+        step_bytes: 0 where it depends on the tokens.
+    """
+
+    step_bytes: int
+    token_bytes: float
+
+
+class Engine:
+    """Generates for many requests at once. One thread uses it.
+
+    Args:
+        runner: of the model, over ``cache``.
+        context: tokens of the longest sequence.
+        vocab_size: of the model.
+        ends: ids that end a text, for the model.
+        reads: what a step reads, for :attr:`read_bytes`, their sum so far.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        cache: KVCache,
+        options: InferenceSection,
+        tokenizer: Tokenizer,
+        context: int,
+        vocab_size: int,
+        ends: frozenset[int],
+        reads: Reads,
+    ) -> None:
+        self._runner, self._options, self._tokenizer = runner, options, tokenizer
+        self.context, self._vocab_size, self._ends = context, vocab_size, ends
+        self.scheduler = Scheduler(cache, options)
+        self.reads, self.read_bytes = reads, 0
+        self._requests: dict[str, Request] = {}
+        self._texts: dict[int, AnswerText] = {}
+        self._arrivals, self._numbers = count(), count()
+
+    def __len__(self) -> int:
+        """Requests that are not ended."""
+        return len(self._requests)
+
+    def add(self, key: str, prompt: Sequence[int], sampling: Sampling, priority: int = 0) -> None:
+        """A request, which runs from the next step on that has room.
+
+        Args:
+            key: that no other request has now.
+            prompt: ids, one at least.
+            priority: lower goes first.
+
+        Raises:
+            UserError: the prompt is too long, empty, or has ids that the model does not; or more is asked for than ever fits.
+        """
+        assert key not in self._requests, "keys are of one request each"
+        if not prompt:
+            raise UserError("the prompt has no tokens; a model needs one at least, its beginning of a text for one")
+        if len(prompt) >= self.context:
+            raise UserError(f"the prompt has {len(prompt)} tokens, and prompt and answer together at most {self.context}")
+        for what, ids in (
+            ("the prompt", prompt),
+            ("logit_bias", sampling.logit_bias),
+            ("stop_token_ids", sampling.stop_token_ids),
+        ):
+            if strange := [token for token in ids if not 0 <= token < self._vocab_size]:
+                raise UserError(f"{what} has token {strange[0]}, and the model has {self._vocab_size}")
+        if sampling.drawn > self._options.max_sequences:
+            raise UserError(f"{sampling.drawn} answers are more than run at once, inference.max_sequences: {self._options.max_sequences}")
+        limit = min(self.context - len(prompt), sampling.max_tokens or self.context)
+        request = Request(key, list(prompt), sampling, priority, next(self._arrivals), limit)
+        self._requests[key] = request
+        first = self._answer(request, 0)
+        first.copies = sampling.drawn - 1
+        self.scheduler.add(first)
+
+    def abort(self, key: str) -> Result | None:
+        """End a request now; what it has so far. One that is not known is None."""
+        if (request := self._requests.get(key)) is None:
+            return None
+        for answer in request.answers:
+            if answer.finish_reason is None:
+                self._finish(answer, "abort")
+        return self._ended(request)
+
+    def step(self) -> tuple[list[Delta], list[Result]]:
+        """Compute what there is room for; what came of it, and which requests have ended."""
+        taken = self.scheduler.step()
+        if not taken:
+            return [], []
+        pieces = [_piece(answer, stretch) for answer, stretch in taken]
+        logits = self._runner.run(pieces)
+        self.scheduler.computed(taken)
+        self.read_bytes += self.reads.step_bytes + int(self.reads.token_bytes * sum(stretch.end for _, stretch in taken))
+        ready: list[tuple[Answer, Tensor]] = []
+        for (answer, stretch), rows_RV in zip(taken, logits, strict=True):
+            if answer.request.wants_prompt:
+                _tell_prompt(answer.request, stretch, rows_RV)
+            if answer.remaining == 0:
+                ready += [(each, rows_RV[-1]) for each in self._all_of(answer)]
+        deltas = self._chosen(ready) if ready else []
+        ended = [self._requests[key] for key in dict.fromkeys(d.key for d in deltas if d.finish_reason)]
+        results = [self._ended(request) for request in ended if all(a.finish_reason for a in request.answers)]
+        return deltas, results
+
+    def _answer(self, request: Request, index: int) -> Answer:
+        sampling = request.sampling
+        generator = None
+        if not sampling.greedy:
+            generator = torch.Generator()
+            if sampling.seed is None:
+                generator.seed()
+            else:
+                generator.manual_seed(hash((sampling.seed, index)) % (1 << 63))
+        answer = Answer(request, next(self._numbers), index, list(request.prompt), generator)
+        self._texts[answer.number] = AnswerText(self._tokenizer, sampling.stop, sampling.min_tokens)
+        request.answers.append(answer)
+        return answer
+
+    def _all_of(self, answer: Answer) -> list[Answer]:
+        """The answer, and those that begin with it."""
+        request = answer.request
+        return [answer, *(self._answer(request, answer.index + 1 + n) for n in range(answer.copies))]
+
+    def _chosen(self, ready: Sequence[tuple[Answer, Tensor]]) -> list[Delta]:
+        logits_BV = torch.stack([row_V for _, row_V in ready])
+        answers = [answer for answer, _ in ready]
+        known = [answer.request.sampling for answer in answers]
+        asked = [row for row, sampling in enumerate(known) if sampling.logprobs is not None or sampling.best_of is not None]
+        own_AV = dict(zip(asked, logits_BV[asked].log_softmax(-1), strict=True)) if asked else {}
+        tokens = choose(logits_BV, answers, self._ends)
+        first: dict[str, Answer] = {}
+        for row, (answer, token) in enumerate(zip(answers, tokens, strict=True)):
+            if row in own_AV:
+                _tell(answer.logprobs, own_AV[row], token, known[row].logprobs or 0)
+                answer.total += answer.logprobs.chosen[-1]
+            answer.tokens.append(token)
+            if (of := first.setdefault(answer.request.key, answer)) is not answer and of.copies:
+                self.scheduler.begin_copy(of, answer)
+        return [self._take(answer, token) for answer, token in zip(answers, tokens, strict=True)]
+
+    def _take(self, answer: Answer, token: int) -> Delta:
+        """What a new token means for its answer."""
+        sampling, text = answer.request.sampling, self._texts[answer.number]
+        enough = answer.generated >= sampling.min_tokens
+        asked = token in sampling.stop_token_ids
+        ends = enough and (asked or (token in self._ends and not sampling.ignore_eos))
+        more = "" if ends else text.push(token)
+        reason: FinishReason | None = None
+        if ends:
+            reason, answer.stopped_by = "stop", token if asked else None
+        elif text.stopped_by is not None:
+            reason, answer.stopped_by = "stop", text.stopped_by
+        elif answer.generated >= answer.request.limit:
+            reason = "length"
+        logprob = answer.logprobs.chosen[-1] if sampling.logprobs is not None else None
+        if reason is None:
+            return Delta(answer.request.key, answer.index, more, token, logprob, None)
+        return Delta(answer.request.key, answer.index, more + self._finish(answer, reason), token, logprob, answer.finish_reason)
+
+    def _finish(self, answer: Answer, reason: FinishReason) -> str:
+        """The rest of its text, which may hold what ends it yet."""
+        text = self._texts[answer.number]
+        rest = text.finish()
+        if text.stopped_by is not None and reason == "length":
+            reason, answer.stopped_by = "stop", text.stopped_by
+        answer.finish_reason = reason
+        self.scheduler.remove(answer)
+        return rest
+
+    def _ended(self, request: Request) -> Result:
+        del self._requests[request.key]
+        sampling = request.sampling
+        answers = request.answers
+        if sampling.drawn > sampling.n:
+            answers = sorted(answers, key=lambda each: -each.total / max(1, each.generated))[: sampling.n]
+        completions = []
+        for index, answer in enumerate(answers):
+            assert answer.finish_reason is not None
+            asked = answer.logprobs if sampling.logprobs is not None else Logprobs()
+            text = self._texts[answer.number].given
+            completions.append(Completion(index, text, answer.own, asked.chosen, asked.top, answer.finish_reason, answer.stopped_by))
+        for answer in request.answers:
+            del self._texts[answer.number]
+        prompt = request.prompt_logprobs
+        return Result(request.key, request.prompt, completions, prompt.chosen, prompt.top, request.cached)
+
+
+def _piece(answer: Answer, stretch: Stretch) -> Piece:
+    """All rows where log-probabilities of the prompt are wanted, else the last one where it is the last of all."""
+    last = stretch.end == len(answer.tokens)
+    wanted = range(0 if answer.request.wants_prompt else stretch.length - last, stretch.length)
+    return Piece(stretch, answer.tokens[stretch.start : stretch.end], wanted)
+
+
+def _tell_prompt(request: Request, stretch: Stretch, rows_RV: Tensor) -> None:
+    """Log-probabilities of the tokens that follow the stretch's, as far as they are the prompt's and not known yet."""
+    known = len(request.prompt_logprobs.chosen)
+    for row in range(max(0, known - stretch.start), min(stretch.length, len(request.prompt) - 1 - stretch.start)):
+        token = request.prompt[stretch.start + row + 1]
+        _tell(request.prompt_logprobs, rows_RV[row].log_softmax(-1), token, request.sampling.prompt_logprobs or 0)
+
+
+def _tell(told: Logprobs, logprobs_V: Tensor, token: int, top: int) -> None:
+    told.chosen.append(float(logprobs_V[token]))
+    if top:
+        values, ids = logprobs_V.topk(min(top, len(logprobs_V)))
+        told.top.append(dict(zip(ids.tolist(), values.tolist(), strict=True)))

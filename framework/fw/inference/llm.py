@@ -1,0 +1,157 @@
+"""Text from a model, in Python."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Generator, Mapping, Sequence
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from fw.config import Config
+from fw.config.origin import Origin
+from fw.errors import UserError, did_you_mean
+from fw.inference.engine import Delta, Result
+from fw.inference.load import load
+from fw.inference.options import Sampling
+from fw.recipe.inference import INFERENCE, InferenceRecipe, resolve_inference
+
+Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
+"""Text, token ids, or a conversation as messages with ``role`` and ``content``."""
+
+
+class LLM:
+    """A model that generates.
+
+    Args:
+        path: a model directory, an adapter's, a run of fw's own, or ``org/name`` of the hub.
+        kv_cache: a plugin by name, or its section: ``{"name": "paged", "block_size": 32}``.
+        quantization: a plugin for the weights, likewise; None for as the files are.
+        adapter: directory of an adapter of the model.
+        options: of the section ``inference``, :class:`fw.config.InferenceSection`: ``dtype``, ``kv_budget``, ``max_context`` and others.
+
+    Raises:
+        UserError: there is no such model, plugin or option.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        kv_cache: str | Mapping[str, Any] = "paged",
+        quantization: str | Mapping[str, Any] | None = None,
+        adapter: str | Path | None = None,
+        **options: Any,
+    ) -> None:
+        tree: dict[str, Any] = {"kv_cache": kv_cache, INFERENCE: options}
+        if quantization is not None:
+            tree["quantization"] = quantization
+        said = Origin("argument")
+        recipe = resolve_inference(Config("LLM", tree, {(section,): said for section in tree}))
+        self._begin(path, recipe, adapter)
+
+    @classmethod
+    def of(cls, path: str | Path, recipe: InferenceRecipe, adapter: str | Path | None = None) -> LLM:
+        """As a recipe says."""
+        made = cls.__new__(cls)
+        made._begin(path, recipe, adapter)
+        return made
+
+    def _begin(self, path: str | Path, recipe: InferenceRecipe, adapter: str | Path | None) -> None:
+        loaded = load(path, recipe, adapter)
+        self.engine, self.tokenizer, self.model, self.defaults = loaded.engine, loaded.tokenizer, loaded.model, loaded.defaults
+        self.kv_budget_bytes, self.device = loaded.kv_budget_bytes, loaded.device
+        self._keys = count()
+
+    def sampling(self, **settings: Any) -> Sampling:
+        """What a request asks for, the model's own way of choosing where it does not say.
+
+        Args:
+            settings: fields of :class:`~fw.inference.options.Sampling`.
+
+        Raises:
+            UserError: one that is not known, or a wrong value.
+        """
+        names = [field.name for field in dataclasses.fields(Sampling)]
+        for name in settings:
+            if name not in names:
+                raise UserError(f"a request has no '{name}'{did_you_mean(name, names)} (it has: {', '.join(names)})")
+        return dataclasses.replace(self.defaults, **settings)
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Token ids of a prompt; of a conversation, up to where the answer begins.
+
+        Raises:
+            UserError: it is none of these, or the tokenizer has no chat template.
+        """
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt)
+        if isinstance(prompt, Sequence) and all(isinstance(item, int) for item in prompt):
+            return list(prompt)  # type: ignore[arg-type]
+        if isinstance(prompt, Sequence) and all(isinstance(item, Mapping) for item in prompt):
+            return self.tokenizer.apply_chat_template(prompt, add_generation_prompt=True)  # type: ignore[arg-type]
+        raise UserError("a prompt is a text, a list of token ids, or a list of messages with role and content")
+
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], sampling: Sampling | None = None, *, progress: bool = False, **settings: Any
+    ) -> list[Result]:
+        """A result for each prompt, in their order.
+
+        Args:
+            prompts: one, or many.
+            sampling: for all of them; instead of it ``settings``, its fields: ``max_tokens=100, temperature=0``.
+            progress: show a bar.
+
+        Raises:
+            UserError: a prompt that cannot be answered, by its number; none has been answered then.
+        """
+        if sampling is not None and settings:
+            raise UserError(f"give either sampling or {', '.join(settings)}, not both")
+        wanted = sampling or self.sampling(**settings)
+        many = _many(prompts)
+        keys = [f"prompt {next(self._keys)}" for _ in many]
+        try:
+            for number, (key, prompt) in enumerate(zip(keys, many, strict=True)):
+                try:
+                    self.engine.add(key, self.encode(prompt), wanted)
+                except UserError as error:
+                    raise UserError(f"prompt {number}: {error}" if len(many) > 1 else str(error)) from None
+            found: dict[str, Result] = {}
+            with tqdm(total=len(many), desc="generating", unit="prompt", leave=False, disable=None if progress else True) as bar:
+                while len(found) < len(many):
+                    for result in self.engine.step()[1]:
+                        found[result.key] = result
+                        bar.update()
+        except BaseException:
+            for key in keys:
+                self.engine.abort(key)
+            raise
+        return [found[key] for key in keys]
+
+    def stream(self, prompt: Prompt, sampling: Sampling | None = None, **settings: Any) -> Generator[Delta, None, None]:
+        """What each step adds to the answer, as it comes; who stops listening ends it.
+
+        Raises:
+            UserError: a prompt that cannot be answered.
+        """
+        key = f"prompt {next(self._keys)}"
+        self.engine.add(key, self.encode(prompt), sampling or self.sampling(**settings))
+        try:
+            ended = False
+            while not ended:
+                deltas, results = self.engine.step()
+                ended = any(result.key == key for result in results)
+                yield from (delta for delta in deltas if delta.key == key)
+        finally:
+            self.engine.abort(key)
+
+
+def _many(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
+    """A list of prompts, of one that stands alone as well."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if prompts and all(isinstance(item, int | Mapping) for item in prompts):
+        return [prompts]  # type: ignore[list-item]
+    return prompts  # type: ignore[return-value]

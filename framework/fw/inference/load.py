@@ -1,0 +1,158 @@
+"""From a model directory to an engine."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fw.config import format_size, parse_size
+from fw.errors import UserError
+from fw.inference.cached import Runner, ThroughCache
+from fw.inference.engine import Engine, Reads
+from fw.inference.options import Sampling
+from fw.kinds.kv_cache import KVNeeds
+from fw.kinds.model import CausalLM
+from fw.locate import ADAPTER_CONFIG, CONFIG, find, inside
+from fw.meter.memory import available_bytes
+from fw.place import place
+from fw.pretrained import load_model
+from fw.pretrained.directory import read_adapter_config, read_config
+from fw.recipe.inference import InferenceRecipe
+from fw.tokenizer import Tokenizer, load_tokenizer
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_SHARE = 0.4
+"""Of the memory that is free, what keys and values may take unless somebody says so."""
+_CHOICE = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model that is ready.
+
+    Attributes:
+        defaults: how tokens are chosen where a request does not say; ``generation_config.json``'s, where there is one.
+    """
+
+    engine: Engine
+    tokenizer: Tokenizer
+    model: CausalLM
+    defaults: Sampling
+    kv_budget_bytes: int
+    device: torch.device
+
+
+def load(path: str | Path, recipe: InferenceRecipe, adapter: str | Path | None = None, say: Callable[[str], None] = print) -> Loaded:
+    """Read weights and tokenizer, and make room for keys and values.
+
+    Args:
+        path: a model directory, an adapter's, a run of fw's own, or ``org/name`` of the hub.
+        say: is told what was changed of what was asked for.
+
+    Raises:
+        UserError: there is no such model, or it cannot generate so.
+    """
+    options = recipe.inference
+    device = _device(options.device)
+    base = _base(path)
+    config = read_config(place(base))
+    dtype = _dtype(options.dtype, config)
+    model = load_model(path, dtype, device, ThroughCache(), adapter=adapter, quantization=recipe.quantization)
+    if model.adapters is not None and getattr(model, "prompt_embeddings", None) is not None:
+        raise UserError(f"{adapter or path} is an adapter of virtual tokens (peft=prompt), which generation does not put before prompts")
+    context = _context(model, config, options.max_context)
+    plugin = recipe.kv_cache
+    token_bytes = plugin.token_bytes(model.kv_shapes, dtype)
+    budget = _budget(options.kv_budget, token_bytes * context * options.max_sequences, device)
+    cache = plugin.make(KVNeeds(model.kv_shapes, dtype, device, budget, context))
+    if cache.capacity < context:
+        say(f"keys and values of {cache.capacity:,} tokens fit {format_size(budget)}, so no sequence may have more, instead of {context:,}")
+        context = cache.capacity
+    if context < 2:
+        raise UserError(f"inference.kv_budget: {format_size(budget)} hold {context} token, and a prompt and its answer are two at least")
+    tokenizer = _tokenizer(path, base)
+    generation = _generation(base)
+    reads = Reads(_read_by_each_step(model), token_bytes)
+    engine = Engine(
+        Runner(model, cache, device), cache, options, tokenizer, context, model.vocab_size, _ends(config, generation, tokenizer), reads
+    )
+    chosen = {name: generation[name] for name in _CHOICE if generation.get(name) is not None} if generation.get("do_sample") else {}
+    return Loaded(engine, tokenizer, model, Sampling(**chosen), budget, device)
+
+
+def _read_by_each_step(model: CausalLM) -> int:
+    """Bytes of all weights but those that are looked up; 0 for a model of which tokens take different ones."""
+    if model.active_parameters() < sum(parameter.numel() for parameter in model.parameters()):
+        return 0
+    looked_up = {id(model.own_embedding.weight)} if model.own_embedding is not None else set()
+    return sum(parameter.nbytes for parameter in model.parameters() if id(parameter) not in looked_up)
+
+
+def _device(wanted: str) -> torch.device:
+    if wanted == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(wanted)
+    except RuntimeError:
+        raise UserError(f"inference.device: '{wanted}' is no device; there are cpu, cuda, cuda:1 and so on") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise UserError("inference.device: no GPU is there; use cpu")
+    return device
+
+
+def _base(path: str | Path) -> Path:
+    """The directory of the model itself."""
+    if inside(Path(path), CONFIG) is None and (adapter := inside(Path(path), ADAPTER_CONFIG)):
+        path = read_adapter_config(place(adapter)).get("base_model_name_or_path") or ""
+        if not path:
+            raise UserError(f"{adapter / ADAPTER_CONFIG} names no base; give the base, and the adapter with it")
+    return find(path)
+
+
+def _dtype(wanted: str, config: dict[str, Any]) -> torch.dtype:
+    if wanted != "auto":
+        return DTYPES[wanted]
+    named = getattr(torch, str(config.get("dtype") or config.get("torch_dtype") or "float32"), None)
+    return named if isinstance(named, torch.dtype) and named in DTYPES.values() else torch.float32
+
+
+def _context(model: CausalLM, config: dict[str, Any], wanted: int | None) -> int:
+    longest = model.context
+    if wanted is not None and wanted > longest:
+        raise UserError(f"inference.max_context: {wanted} is more than the model's own, {longest}")
+    return wanted or longest
+
+
+def _budget(wanted: str, most: float, device: torch.device) -> int:
+    if wanted:
+        return parse_size(wanted)
+    return int(min(most, _SHARE * available_bytes(device)))
+
+
+def _tokenizer(path: str | Path, base: Path) -> Tokenizer:
+    """The adapter's own, where it has one."""
+    adapter = inside(Path(path), ADAPTER_CONFIG)
+    return load_tokenizer(adapter if adapter is not None and (adapter / "tokenizer.json").is_file() else base)
+
+
+def _generation(directory: Path) -> dict[str, Any]:
+    """``generation_config.json``; empty where there is none."""
+    file = directory / "generation_config.json"
+    try:
+        found = json.loads(file.read_text())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise UserError(f"{file} cannot be read: {error}") from None
+    return found if isinstance(found, dict) else {}
+
+
+def _ends(config: dict[str, Any], generation: dict[str, Any], tokenizer: Tokenizer) -> frozenset[int]:
+    """Whatever anybody says ends a text."""
+    said = [config.get("eos_token_id"), generation.get("eos_token_id"), tokenizer.eos_id]
+    return frozenset(token for one in said for token in (one if isinstance(one, list) else [one]) if isinstance(token, int))

@@ -1,0 +1,74 @@
+"""From logits to tokens. A row's choice depends on the row and its request alone."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fw.inference.options import Sampling
+from fw.inference.sequence import Answer
+
+
+def choose(logits_BV: Tensor, answers: Sequence[Answer], ends: frozenset[int]) -> list[int]:
+    """A token for each row.
+
+    Args:
+        logits_BV: fp32, changed.
+        answers: whose next token each row is of.
+        ends: ids that end a text, for the model.
+    """
+    for logits_V, answer in zip(logits_BV, answers, strict=True):
+        _change(logits_V, answer, ends)
+    chosen: list[int] = logits_BV.argmax(-1).tolist()
+    for row, answer in enumerate(answers):
+        sampling = answer.request.sampling
+        if not sampling.greedy:
+            chosen[row] = _draw(probabilities(logits_BV[row], sampling), answer.generator)
+    return chosen
+
+
+def probabilities(logits_V: Tensor, sampling: Sampling) -> Tensor:
+    """What a token is drawn by: temperature, then the likeliest by number, by their sum, and beside the likeliest one."""
+    logits_V = logits_V / sampling.temperature
+    if 0 < sampling.top_k < len(logits_V):
+        logits_V = logits_V.masked_fill(logits_V < logits_V.topk(sampling.top_k).values[-1], -torch.inf)
+    if sampling.top_p < 1:
+        ordered_V, which_V = logits_V.sort(descending=True, stable=True)
+        before_V = ordered_V.softmax(-1).cumsum(-1).roll(1)
+        before_V[0] = 0
+        logits_V = logits_V.index_fill(0, which_V[before_V >= sampling.top_p], -torch.inf)
+    if sampling.min_p > 0:
+        p_V = logits_V.softmax(-1)
+        logits_V = logits_V.masked_fill(p_V < sampling.min_p * p_V.max(), -torch.inf)
+    return logits_V.softmax(-1)
+
+
+def _draw(p_V: Tensor, generator: torch.Generator | None) -> int:
+    """The token in whose part of the sum a number from 0 to 1 falls."""
+    sums_V = p_V.double().cumsum(-1)
+    at = torch.rand((), generator=generator, dtype=torch.float64).to(sums_V.device) * sums_V[-1]
+    index = int(torch.searchsorted(sums_V, at, right=True))
+    return min(index, int(p_V.nonzero()[-1]))
+
+
+def _change(logits_V: Tensor, answer: Answer, ends: frozenset[int]) -> None:
+    """What a request wants of logits, whatever way it chooses."""
+    sampling = answer.request.sampling
+    if sampling.repetition_penalty != 1:
+        seen = torch.tensor(sorted(set(answer.tokens)), device=logits_V.device)
+        of_seen = logits_V[seen]
+        logits_V[seen] = torch.where(of_seen > 0, of_seen / sampling.repetition_penalty, of_seen * sampling.repetition_penalty)
+    if (sampling.presence_penalty or sampling.frequency_penalty) and answer.generated:
+        counts = Counter(answer.own)
+        seen = torch.tensor(list(counts), device=logits_V.device)
+        times = torch.tensor(list(counts.values()), device=logits_V.device, dtype=logits_V.dtype)
+        logits_V[seen] -= sampling.presence_penalty + sampling.frequency_penalty * times
+    for token, bias in sampling.logit_bias.items():
+        logits_V[token] += bias
+    if answer.generated < sampling.min_tokens:
+        stops = [*ends, *sampling.stop_token_ids]
+        if stops:
+            logits_V[torch.tensor(stops, device=logits_V.device)] = -torch.inf

@@ -1,0 +1,109 @@
+"""Which tokens a step computes: prompts in pieces beside answers a token at a time, as many as there is room for.
+
+There is no difference between prompt and answer here: a sequence has tokens that are not in the cache yet, and a step takes some of them
+(Agrawal et al. 2023, https://arxiv.org/abs/2308.16369). One that finds no room takes it from who came last, whose tokens are computed anew
+later (Kwon et al. 2023, https://arxiv.org/abs/2309.06180, section 4.5).
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+
+from fw.config import InferenceSection
+from fw.inference.sequence import Answer
+from fw.kinds.kv_cache import KVCache, Stretch
+
+
+class Scheduler:
+    """Answers that wait and answers that run, both in the order in which they go.
+
+    Args:
+        cache: must hold the longest sequence alone.
+    """
+
+    def __init__(self, cache: KVCache, options: InferenceSection) -> None:
+        self.cache, self._options = cache, options
+        self.waiting: list[Answer] = []
+        self.running: list[Answer] = []
+        self.preemptions = 0
+
+    @property
+    def most(self) -> int:
+        """Answers that run at once."""
+        return self._options.max_sequences
+
+    def add(self, answer: Answer) -> None:
+        """It waits from now on."""
+        bisect.insort(self.waiting, answer, key=lambda each: each.order)
+
+    def begin_copy(self, of: Answer, copy: Answer) -> None:
+        """It goes on from where another one is, whose tokens but for the last are in the cache."""
+        of.copies -= 1
+        if self.cache.fork(of.number, copy.number, of.computed):
+            copy.computed = of.computed
+            bisect.insort(self.running, copy, key=lambda each: each.order)
+        else:
+            self.add(copy)
+
+    def remove(self, answer: Answer) -> None:
+        """It needs nothing more."""
+        for those in (self.running, self.waiting):
+            if answer in those:
+                those.remove(answer)
+        self.cache.release(answer.number)
+
+    def step(self) -> list[tuple[Answer, Stretch]]:
+        """What the next step computes, with room for it; nothing only where nobody is there."""
+        left = self._options.step_tokens
+        taken: list[tuple[Answer, Stretch]] = []
+        behind = len(self.running)
+        preempted = False
+        while len(taken) < len(self.running) and left:
+            answer = self.running[len(taken)]
+            behind = len(self.running) - len(taken) - 1
+            length = min(answer.remaining, max(1, min(self._options.prompt_share, left - behind)))
+            while answer in self.running and not self.cache.reserve(answer.number, answer.computed, answer.computed + length):
+                self._preempt(self.running[-1])
+                preempted = True
+            if answer in self.running:
+                taken.append((answer, Stretch(answer.number, answer.computed, length)))
+                left -= length
+        while not preempted and self.waiting and left and self._has_place(self.waiting[0]):
+            answer = self.waiting[0]
+            if (stretch := self._admitted(answer, left)) is None:
+                break
+            self.waiting.pop(0)
+            bisect.insort(self.running, answer, key=lambda each: each.order)
+            taken.append((answer, stretch))
+            left -= stretch.length
+        return taken
+
+    def _has_place(self, answer: Answer) -> bool:
+        return sum(1 + each.copies for each in [*self.running, answer]) <= self.most
+
+    def _admitted(self, answer: Answer, left: int) -> Stretch | None:
+        request = answer.request
+        if not request.wants_prompt:  # else all of it is to be computed
+            answer.computed = self.cache.reuse(answer.number, answer.tokens)
+            if answer.generated == 0:
+                request.cached = answer.computed
+        length = min(answer.remaining, self._options.prompt_share, left)
+        if self.cache.reserve(answer.number, answer.computed, answer.computed + length):
+            return Stretch(answer.number, answer.computed, length)
+        self.cache.release(answer.number)
+        answer.computed = 0
+        return None
+
+    def _preempt(self, answer: Answer) -> None:
+        self.running.remove(answer)
+        self.cache.release(answer.number)
+        answer.computed = 0
+        self.add(answer)
+        self.preemptions += 1
+
+    def computed(self, taken: Sequence[tuple[Answer, Stretch]]) -> None:
+        """A step has been made."""
+        for answer, stretch in taken:
+            answer.computed = stretch.end
+            self.cache.written(answer.number, answer.tokens, stretch.end)

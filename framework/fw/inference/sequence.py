@@ -1,0 +1,104 @@
+"""A request, and the answers that are being generated for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+from fw.inference.options import Sampling
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+@dataclass
+class Logprobs:
+    """Log-probabilities of tokens one after another.
+
+    Attributes:
+        chosen: of the tokens that there are.
+        top: in the place of each, the likeliest by id, where they were asked for.
+    """
+
+    chosen: list[float] = field(default_factory=list)
+    top: list[dict[int, float]] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class Request:
+    """What somebody asked for.
+
+    Attributes:
+        key: by which who asked knows it.
+        priority: lower goes first; of equals, who came first.
+        arrival: a number that grows.
+        limit: tokens that each answer may have.
+        cached: tokens of the prompt that were not computed, since others had them.
+    """
+
+    key: str
+    prompt: list[int]
+    sampling: Sampling
+    priority: int
+    arrival: int
+    limit: int
+    answers: list[Answer] = field(default_factory=list)
+    prompt_logprobs: Logprobs = field(default_factory=Logprobs)
+    cached: int = 0
+
+    @property
+    def wants_prompt(self) -> bool:
+        """Whether log-probabilities of its prompt are asked for, and not there yet; the first token has none."""
+        return self.sampling.prompt_logprobs is not None and len(self.prompt_logprobs.chosen) < len(self.prompt) - 1
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Who goes first."""
+        return self.priority, self.arrival
+
+
+@dataclass(eq=False)
+class Answer:
+    """One of a request's answers: a sequence of tokens, of which some are in the cache.
+
+    Attributes:
+        number: by which the cache knows it.
+        index: among the answers of the request.
+        tokens: the prompt's, then its own.
+        computed: of these, how many are in the cache.
+        copies: answers that begin where this one does, and come to be with its first token.
+        total: sum of the log-probabilities of its own tokens.
+    """
+
+    request: Request
+    number: int
+    index: int
+    tokens: list[int]
+    generator: torch.Generator | None = None
+    computed: int = 0
+    copies: int = 0
+    finish_reason: FinishReason | None = None
+    stopped_by: str | int | None = None
+    logprobs: Logprobs = field(default_factory=Logprobs)
+    total: float = 0.0
+
+    @property
+    def own(self) -> list[int]:
+        """The tokens that were generated."""
+        return self.tokens[len(self.request.prompt) :]
+
+    @property
+    def generated(self) -> int:
+        """How many these are."""
+        return len(self.tokens) - len(self.request.prompt)
+
+    @property
+    def remaining(self) -> int:
+        """Tokens to compute before the next one can be chosen."""
+        return len(self.tokens) - self.computed
+
+    @property
+    def order(self) -> tuple[int, int, int]:
+        """Who goes first."""
+        return *self.request.order, self.index

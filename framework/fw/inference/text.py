@@ -1,0 +1,55 @@
+"""The text of an answer as it comes, up to what ends it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fw.tokenizer import TextStream, Tokenizer
+
+
+class AnswerText:
+    """Gives text as soon as it can neither change nor be the beginning of what ends it; so nothing of that is ever given.
+
+    Args:
+        stops: texts that end it.
+        least: tokens before which none of them does.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str], least: int) -> None:
+        self._stream = TextStream(tokenizer, skip_special_tokens=True)
+        self._stops, self._least = stops, least
+        self._tokens = 0
+        self._held = ""
+        self.given = ""
+        self.stopped_by: str | None = None
+
+    def push(self, token: int) -> str:
+        """What a further token completes. After it :attr:`stopped_by` says whether a text has ended it."""
+        self._tokens += 1
+        return self._give(self._stream.push(token), last=False)
+
+    def finish(self) -> str:
+        """The rest."""
+        return self._give(self._stream.finish(), last=True)
+
+    def _give(self, more: str, last: bool) -> str:
+        if self.stopped_by is not None:
+            return ""
+        text = self._held + more
+        if self._tokens >= self._least:
+            found = min(((at, -len(stop), stop) for stop in self._stops if (at := text.find(stop)) >= 0), default=None)
+            if found is not None:
+                self.stopped_by, self._held = found[2], ""
+                return self._given(text[: found[0]])
+        held = 0 if last else max((_begins(text, stop) for stop in self._stops), default=0)
+        self._held = text[len(text) - held :]
+        return self._given(text[: len(text) - held])
+
+    def _given(self, text: str) -> str:
+        self.given += text
+        return text
+
+
+def _begins(text: str, stop: str) -> int:
+    """How many characters at the end of a text are a beginning of ``stop``, but not all of it."""
+    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if stop.startswith(text[-n:])), 0)

@@ -1,0 +1,48 @@
+"""Attention of a few queries to many keys, in torch's operators.
+
+L keys, of positions one behind another; Q queries, of the last Q of these; B sequences, each with one query. N query heads, K key and
+value heads, which are never repeated in memory, H head dimension.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def attend(q_QNH: Tensor, k_LKH: Tensor, v_LKH: Tensor, *, window: int | None, scale: float, softcap: float | None = None) -> Tensor:
+    """``[Q, N, H]``: each query sees the keys up to its own, and of these no more than ``window``."""
+    queries, keys = len(q_QNH), len(k_LKH)
+    whole = window is None or window >= keys
+    q_NQH, k_KLH, v_KLH = (x.transpose(0, 1) for x in (q_QNH, k_LKH, v_LKH))
+    if whole and softcap is None and queries in (1, keys):
+        return _sdpa(q_NQH, k_KLH, v_KLH, None, queries > 1, scale)
+    behind_QL = torch.arange(keys - queries, keys, device=q_QNH.device)[:, None] - torch.arange(keys, device=q_QNH.device)
+    seen_QL = behind_QL >= 0 if window is None else (behind_QL >= 0) & (behind_QL < window)
+    if softcap is None:
+        return _sdpa(q_NQH, k_KLH, v_KLH, seen_QL, False, scale)
+    groups = len(k_KLH)
+    q_KGQH = q_NQH.unflatten(0, (groups, -1))
+    scores_KGQL = softcap * torch.tanh(q_KGQH @ k_KLH[:, None].transpose(-1, -2) * (scale / softcap))
+    weights_KGQL = scores_KGQL.float().masked_fill(~seen_QL, -torch.inf).softmax(-1).to(v_KLH.dtype)
+    return (weights_KGQL @ v_KLH[:, None]).flatten(0, 1).transpose(0, 1)
+
+
+def _sdpa(q_NQH: Tensor, k_KLH: Tensor, v_KLH: Tensor, seen_QL: Tensor | None, causal: bool, scale: float) -> Tensor:
+    out_1NQH = F.scaled_dot_product_attention(
+        q_NQH[None], k_KLH[None], v_KLH[None], attn_mask=seen_QL, is_causal=causal, scale=scale, enable_gqa=len(q_NQH) != len(k_KLH)
+    )
+    return out_1NQH[0].transpose(0, 1)
+
+
+def attend_to_all(q_BNH: Tensor, k_BLKH: Tensor, v_BLKH: Tensor, seen_BL: Tensor, *, scale: float, softcap: float | None = None) -> Tensor:
+    """``[B, N, H]``: of each sequence one query, which sees the keys that ``seen_BL`` is True for."""
+    kv_heads = k_BLKH.shape[2]
+    q_BKGH = q_BNH.unflatten(1, (kv_heads, -1))
+    k_BKLH, v_BKLH = k_BLKH.transpose(1, 2), v_BLKH.transpose(1, 2)
+    scores_BKGL = q_BKGH @ k_BKLH.transpose(-1, -2) * scale
+    if softcap is not None:
+        scores_BKGL = softcap * torch.tanh(scores_BKGL / softcap)
+    weights_BKGL = scores_BKGL.float().masked_fill(~seen_BL[:, None, None], -torch.inf).softmax(-1).to(v_BKLH.dtype)
+    return (weights_BKGL @ v_BKLH).flatten(1, 2)

@@ -1,0 +1,141 @@
+"""An engine whose model is arithmetic: keys are the tokens themselves, read back from the cache to say what comes next.
+
+So an answer is right only if the cache holds, at every step, what the sequence has had.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import tokens
+from fw.config import InferenceSection
+from fw.inference.cached import Piece
+from fw.inference.engine import Engine, Reads, Result
+from fw.inference.options import Sampling
+from fw.kinds.kv_cache import KVNeeds
+from fw.kinds.model import KVShape
+from fw_plugins.kv_cache.blocks import BlockPool
+from fw_plugins.kv_cache.paged import PagedCache
+
+VOCABULARY = 40
+END = 2
+SIZE = 4
+CONTEXT = 48
+_TOKENIZER = tokens.characters(VOCABULARY)
+
+
+def following(sequence: Sequence[int]) -> int:
+    """What the model says comes next, of all that was there; at times the end."""
+    value = 7
+    for token in sequence:
+        value = (value * 31 + token) % 1_000_003
+    return END if value % 11 == 0 else 3 + value % (VOCABULARY - 3)
+
+
+class Arithmetic:
+    """In the place of a model's runner."""
+
+    def __init__(self, cache: PagedCache) -> None:
+        self.cache = cache
+        self.most = 0
+        self.computed = 0
+
+    def run(self, pieces: Sequence[Piece]) -> list[Tensor]:
+        self.cache.begin([piece.stretch for piece in pieces])
+        tokens_T = torch.tensor([token for piece in pieces for token in piece.tokens], dtype=torch.float32)[:, None, None]
+        self.cache.attend(0, torch.zeros_like(tokens_T), tokens_T, -tokens_T, scale=1.0)
+        self.most = max(self.most, len(pieces))
+        self.computed += len(tokens_T)
+        return [self._rows(piece) for piece in pieces]
+
+    def _rows(self, piece: Piece) -> Tensor:
+        keys, values = (kept[0].unflatten(0, (-1, SIZE)) for kept in (self.cache._keys, self.cache._values))
+        table = self.cache.pool.tables[piece.stretch.sequence]
+        held = keys[table].flatten().long().tolist()[: piece.stretch.end]
+        assert held == (-values[table]).flatten().long().tolist()[: piece.stretch.end]
+        rows = torch.zeros(len(piece.wanted), VOCABULARY)
+        for row, at in enumerate(piece.wanted):
+            rows[row, following(held[: piece.stretch.start + at + 1])] = 9.0
+        return rows
+
+
+class Crowd:
+    """An engine, and what its requests must come to."""
+
+    def __init__(self, blocks: int, **options: Any) -> None:
+        needs = KVNeeds([KVShape(1, 1)], torch.float32, torch.device("cpu"), 0, CONTEXT)
+        self.cache = PagedCache(needs, BlockPool(blocks, SIZE))
+        self.runner = Arithmetic(self.cache)
+        context = min(CONTEXT, self.cache.capacity)
+        section = InferenceSection(**options)
+        self.engine = Engine(self.runner, self.cache, section, _TOKENIZER, context, VOCABULARY, frozenset([END]), Reads(0, 0))
+        self.asked: dict[str, tuple[list[int], Sampling]] = {}
+        self.results: dict[str, Result] = {}
+
+    def add(self, key: str, prompt: list[int], priority: int = 0, **settings: Any) -> None:
+        sampling = Sampling(temperature=0, **settings)
+        self.engine.add(key, prompt, sampling, priority)
+        self.asked[key] = prompt, sampling
+
+    def step(self) -> None:
+        for result in self.engine.step()[1]:
+            assert result.key not in self.results
+            self.results[result.key] = result
+            self.is_right(result)
+        self.check()
+
+    def abort(self, key: str) -> None:
+        numbers = {answer.number for answer in self.engine._requests[key].answers}
+        result = self.engine.abort(key)
+        assert result is not None
+        self.results[key] = result
+        assert not numbers & self.cache.pool.tables.keys(), "its blocks are free at once"
+        self.check()
+
+    def check(self) -> None:
+        """What holds between any two steps."""
+        self.cache.pool.check()
+        scheduler = self.engine.scheduler
+        running = {answer.number for answer in scheduler.running}
+        assert set(self.cache.pool.tables) <= running, "who waits has nothing"
+        assert len(running) <= scheduler.most
+        assert not running & {answer.number for answer in scheduler.waiting}
+        orders = [[answer.order for answer in those] for those in (scheduler.running, scheduler.waiting)]
+        assert all(order == sorted(order) for order in orders)
+        alive = {id(answer.request) for answer in (*scheduler.running, *scheduler.waiting)}
+        assert alive == {id(request) for request in self.engine._requests.values()}, "every request is somewhere, and nobody else"
+
+    def is_right(self, result: Result) -> None:
+        prompt, sampling = self.asked[result.key]
+        expected = list(prompt)
+        limit = min(sampling.max_tokens or CONTEXT, self.engine.context - len(prompt))
+        stops = {*sampling.stop_token_ids, *([] if sampling.ignore_eos else [END])}
+        while len(expected) - len(prompt) < limit and not (len(expected) > len(prompt) and expected[-1] in stops):
+            expected.append(following(expected))
+        assert [each.token_ids for each in result.completions] == [expected[len(prompt) :]] * sampling.n, result.key
+        assert result.finish_reason == ("stop" if expected[-1] in stops else "length")
+        if sampling.prompt_logprobs is not None:
+            right = [following(prompt[:at]) == prompt[at] for at in range(1, len(prompt))]
+            assert [logprob > -1 for logprob in result.prompt_logprobs] == right
+
+    def settle(self) -> None:
+        """Until nobody is there."""
+        for _ in range(100_000):
+            if not len(self.engine):
+                break
+            self.step()
+        assert not len(self.engine), "requests that never end"
+        assert not self.cache.pool.tables and self.cache.pool.available == self.cache.pool.count, "blocks are lost"
+
+
+def some_prompt(chance: random.Random, longest: int) -> list[int]:
+    """Often one that begins as another does."""
+    stem = [3 + (n * 7) % 5 for n in range(longest)]
+    own = [chance.randrange(3, VOCABULARY) for _ in range(longest)]
+    shared = chance.choice([0, 0, SIZE, 2 * SIZE, 3 * SIZE + 1])
+    return (stem[:shared] + own)[: chance.randint(1, longest)]

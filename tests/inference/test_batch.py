@@ -1,0 +1,206 @@
+"""Files of prompts and answers: both formats, bad lines, and going on after a kill."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import fw as library
+from conftest import fw
+from fw.errors import UserError
+from fw.inference.batch import run_batch
+
+GOOD = [
+    {"prompt": "the quick brown fox", "id": "fox"},
+    {"prompt": "a", "max_tokens": 3, "logprobs": 2, "n": 2, "temperature": 1.0, "seed": 3},
+    {"messages": [{"role": "user", "content": "who"}], "prompt_logprobs": 0},
+    {
+        "custom_id": "first",
+        "method": "POST",
+        "url": "/v1/chat/completions",
+        "body": {
+            "model": "x",
+            "messages": [{"role": "user", "content": "who"}],
+            "max_completion_tokens": 7,
+            "logprobs": True,
+            "top_logprobs": 2,
+        },
+    },
+    {
+        "custom_id": "second",
+        "method": "POST",
+        "url": "/v1/completions",
+        "body": {"model": "x", "prompt": "who", "max_tokens": 4, "logprobs": 1, "echo": True, "temperature": 0},
+    },
+]
+BAD = [
+    ("{not json", "not JSON"),
+    ('["a"]', "not a JSON object"),
+    ('{"text": "a"}', "either 'prompt', or 'messages'"),
+    ('{"prompt": "a", "temprature": 1}', "a request has no 'temprature'"),
+    ('{"prompt": "a", "temperature": "hot"}', "'hot' is no number"),
+    ('{"prompt": 5}', "a prompt is a text"),
+    ('{"prompt": ""}', "no tokens"),
+    ('{"custom_id": "q", "url": "/v1/embeddings", "body": {}}', "neither /v1/chat/completions nor"),
+    ('{"custom_id": "q", "url": "/v1/completions", "body": {"prompt": "a", "tools": []}}', "'tools' is not honoured"),
+    ('{"custom_id": "q", "url": "/v1/completions", "body": {"prompt": "a", "logit_bias": 5}}', "no object of token ids"),
+]
+
+
+@pytest.fixture(scope="module")
+def llm(directory):
+    return library.LLM(directory, dtype="fp32")
+
+
+def written(path: Path, lines: list[object]) -> Path:
+    path.write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines) + "\n")
+    return path
+
+
+def answers(path: Path) -> dict[int, dict]:
+    found = [json.loads(line) for line in path.read_text().splitlines()]
+    assert len({one["line"] for one in found}) == len(found), "a line answered twice"
+    return {one["line"]: one for one in found}
+
+
+def test_lines_of_both_formats(llm, tmp_path):
+    target = tmp_path / "out" / "answers.jsonl"
+    progress = run_batch(
+        llm, written(tmp_path / "in.jsonl", ["", *GOOD]), target, {"temperature": 0, "max_tokens": 9}, "small", lambda p: None
+    )
+    found = answers(target)
+    assert sorted(found) == [2, 3, 4, 5, 6] and (progress.done, progress.failed) == (5, 0), "numbers are those of the file"
+    (expected,) = llm.generate("the quick brown fox", temperature=0, max_tokens=9)
+    assert found[2] == {
+        "line": 2,
+        "id": "fox",
+        "text": expected.text,
+        "token_ids": expected.token_ids,
+        "finish_reason": "length",
+        "logprobs": pytest.approx(expected.logprobs, abs=1e-5),
+    }
+    assert len(found[3]["token_ids"]) == 3 and len(found[3]["others"]) == 1 and len(found[3]["top_logprobs"][0]) == 2
+    (chat,) = llm.generate([{"role": "user", "content": "who"}], temperature=0, max_tokens=9)
+    assert found[4]["text"] == chat.text and len(found[4]["prompt_logprobs"]) == len(chat.prompt_token_ids) - 1
+    first = found[5]
+    assert (first["custom_id"], first["error"], first["response"]["status_code"]) == ("first", None, 200)
+    body = first["response"]["body"]
+    assert body["object"] == "chat.completion" and body["model"] == "small" and body["usage"]["completion_tokens"] == 7
+    content = body["choices"][0]["logprobs"]["content"]
+    assert "".join(one["token"] for one in content) == body["choices"][0]["message"]["content"]
+    assert all(len(one["top_logprobs"]) == 2 for one in content)
+    text = found[6]["response"]["body"]["choices"][0]
+    (plain,) = llm.generate("who", temperature=0, max_tokens=4)
+    assert text["text"] == "who" + plain.text and text["logprobs"]["token_logprobs"] == pytest.approx(plain.logprobs, abs=1e-5)
+    assert text["logprobs"]["text_offset"] == [0, 1, 2, 3]
+    assert progress.tokens == sum(len(found[n]["token_ids"]) for n in (2, 3, 4)) + 3 + 7 + 4
+
+
+@pytest.mark.parametrize("bad, why", BAD, ids=[why for _, why in BAD])
+def test_a_bad_line_is_kept_and_harms_nobody(llm, tmp_path, bad, why):
+    target = tmp_path / "answers.jsonl"
+    progress = run_batch(llm, written(tmp_path / "in.jsonl", [GOOD[0], bad, GOOD[0]]), target, {"max_tokens": 2}, "small", lambda p: None)
+    found = answers(target)
+    assert (progress.done, progress.failed) == (3, 1) and "text" in found[1] and "text" in found[3]
+    if "body" in bad:
+        assert why in found[2]["error"]["message"] and found[2]["custom_id"] == "q" and found[2]["response"] is None
+    else:
+        assert why in found[2]["error"]
+        kept = found[2]["input"]
+        assert kept == (json.loads(bad) if bad.startswith("{") and "not" not in bad[:5] else bad)
+
+
+def test_a_line_that_is_no_text(llm, tmp_path):
+    source = tmp_path / "in.jsonl"
+    source.write_bytes(b'{"prompt": "\xff"}\n{"prompt": "a"}\n')
+    run_batch(llm, source, tmp_path / "out", {"max_tokens": 2}, "small", lambda p: None)
+    found = answers(tmp_path / "out")
+    assert "error" in found[1] and "text" in found[2]
+
+
+def test_going_on_after_a_kill(directory, tmp_path):
+    """Killed in the middle of a line, at any moment: what was answered is not asked again, nothing is missing."""
+    source = written(tmp_path / "in.jsonl", [{"prompt": "abcdefgh"[: 1 + n % 8], "max_tokens": 5 + n % 40} for n in range(60)])
+    target = tmp_path / "answers.jsonl"
+    command = [sys.executable, "-m", "fw", "generate", str(directory), "--input", str(source), "--output", str(target)]
+    command += ["--temperature", "0", "--ignore-eos", "inference.max_sequences=4"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    while process.poll() is None and (not target.exists() or target.read_bytes().count(b"\n") < 10):
+        pass
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    before = target.read_bytes()
+    whole = before[: before.rfind(b"\n") + 1]
+    kept = whole.count(b"\n")
+    assert 10 <= kept < 60
+    target.write_bytes(whole + b'{"line": 99, "text": "half of')
+    out = fw(*command[3:]).ok().out
+    assert f"{60 - kept} answers" in out and f"{kept} from before" in out
+    assert target.read_bytes().startswith(whole), "what was there stays"
+    found = answers(target)
+    assert sorted(found) == list(range(1, 61))
+    llm = library.LLM(directory)
+    for number in (1, 30, 60):
+        expected = llm.generate("abcdefgh"[: 1 + (number - 1) % 8], temperature=0, max_tokens=5 + (number - 1) % 40, ignore_eos=True)
+        assert found[number]["token_ids"] == expected[0].token_ids
+    again = fw(*command[3:])
+    assert again.code == 2 and "exists already" in again.err, "it is whole now"
+
+
+def test_half_of_another_batch_is_left_alone(llm, tmp_path):
+    source, target = written(tmp_path / "in.jsonl", GOOD[:1]), tmp_path / "answers.jsonl"
+
+    def stop(progress: object) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_batch(llm, source, target, {"max_tokens": 4}, "small", stop)
+    assert not len(llm.engine)
+    with pytest.raises(UserError, match="half of another batch"):
+        run_batch(llm, source, target, {"max_tokens": 5}, "small", lambda p: None)
+    written(source, GOOD[:2])
+    with pytest.raises(UserError, match="half of another batch"):
+        run_batch(llm, source, target, {"max_tokens": 4}, "small", lambda p: None)
+
+
+def test_the_terminal(directory, tmp_path):
+    llm = library.LLM(directory)
+    (expected,) = llm.generate("the fox", temperature=0, max_tokens=9)
+    given = ["--temperature", "0", "--max-tokens", "9"]
+    assert fw("generate", str(directory), "the fox", *given).ok().out == expected.text + "\n"
+    assert fw("generate", str(directory), "the fox", *given, "kv_cache=contiguous", "inference.dtype=fp32").ok().out == expected.text + "\n"
+    (chat,) = llm.generate([{"role": "user", "content": "who"}], temperature=0, max_tokens=9)
+    assert fw("generate", str(directory), "who", "--chat", *given).ok().out == chat.text + "\n"
+    for words, said in (
+        (["the fox", "--top-p", "7"], "top_p: 7.0 is not between 0 and 1"),
+        (["the fox", "kv_cache=pagde"], "did you mean 'paged'"),
+        (["the fox", "train.max_steps=3"], "section 'train' means nothing here; it is a training run's; give it to fw train"),
+        (["--input", "nothing.jsonl"], "--input and --output go together"),
+        (["--input", "nothing.jsonl", "--output", str(tmp_path / "o")], "nothing.jsonl cannot be read"),
+        (["the fox", "--n", "2"], "several answers come with --input"),
+    ):
+        found = fw("generate", str(directory), *words)
+        assert found.code == 2 and said in found.err, found.err
+    none = fw("generate", str(tmp_path / "nowhere"), "a")
+    assert none.code == 2 and "no such directory" in none.err
+
+
+def test_talking(directory):
+    llm = library.LLM(directory)
+    first = [{"role": "user", "content": "who"}]
+    (one,) = llm.generate(first, temperature=0, max_tokens=9)
+    second = [*first, {"role": "assistant", "content": one.text}, {"role": "user", "content": "why"}]
+    (two,) = llm.generate(second, temperature=0, max_tokens=9)
+    found = subprocess.run(
+        [sys.executable, "-m", "fw", "chat", str(directory), "--temperature", "0", "--max-tokens", "9"],
+        input="who\n\nwhy\n/new\nwho\n/exit\nwho\n",
+        capture_output=True,
+        text=True,
+    )
+    assert found.returncode == 0 and found.stdout == f"{one.text}\n{two.text}\n{one.text}\n", found.stderr

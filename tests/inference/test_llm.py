@@ -1,0 +1,179 @@
+"""The Python interface: prompts of all kinds, answers as they come, what is asked for and what cannot be."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import AutoModelForCausalLM
+
+import fw
+import tokens
+from fw.errors import UserError
+from fw.meter.memory import anonymous_bytes
+
+PROMPT = "the quick brown fox"
+
+
+@pytest.fixture(scope="module")
+def llm(directory):
+    return fw.LLM(directory, dtype="fp32")
+
+
+def alone(llm, prompt, **settings):
+    (result,) = llm.generate(prompt, **{"temperature": 0, "max_tokens": 12, **settings})
+    return result
+
+
+def test_prompts_of_all_kinds(llm):
+    ids = llm.tokenizer.encode(PROMPT)
+    messages = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "who"}]
+    rendered = llm.tokenizer.encode("s.be kind!u.who!a.", add_special_tokens=False)
+    assert alone(llm, PROMPT).token_ids == alone(llm, ids).token_ids
+    assert alone(llm, messages).prompt_token_ids == rendered
+    many = llm.generate([PROMPT, ids, messages, rendered], temperature=0, max_tokens=12)
+    assert [each.token_ids for each in many] == [alone(llm, each).token_ids for each in (PROMPT, ids, messages, rendered)]
+    assert many[0].text == llm.tokenizer.decode(many[0].token_ids, skip_special_tokens=True)
+
+
+def test_answers_as_they_come(llm):
+    whole = alone(llm, PROMPT, max_tokens=20)
+    deltas = list(llm.stream(PROMPT, temperature=0, max_tokens=20))
+    assert [delta.token for delta in deltas] == whole.token_ids
+    assert "".join(delta.text for delta in deltas) == whole.text
+    assert [delta.logprob for delta in deltas] == pytest.approx(whole.logprobs, abs=1e-5)
+    assert [delta.finish_reason for delta in deltas] == [None] * 19 + ["length"]
+    stream = llm.stream(PROMPT, temperature=0, max_tokens=20)
+    next(stream)
+    stream.close()
+    assert not len(llm.engine), "who stops listening ends it"
+
+
+def test_chance_comes_from_the_seed_alone(llm):
+    one = alone(llm, PROMPT, temperature=1.0, seed=5)
+    others = llm.generate(["abc", PROMPT, "x" * 30], temperature=1.0, seed=5, max_tokens=12)
+    assert others[1].token_ids == one.token_ids, "beside others"
+    assert alone(llm, PROMPT, temperature=1.0, seed=6).token_ids != one.token_ids
+    unseeded = {tuple(alone(llm, PROMPT, temperature=1.0).token_ids) for _ in range(3)}
+    assert len(unseeded) == 3
+
+
+def test_several_answers(llm):
+    result = alone(llm, PROMPT, n=4, temperature=1.0, seed=1)
+    assert [each.index for each in result.completions] == [0, 1, 2, 3]
+    assert len({tuple(each.token_ids) for each in result.completions}) == 4
+    assert result.token_ids == alone(llm, PROMPT, temperature=1.0, seed=1).token_ids, "the first is the one there is alone"
+    best = alone(llm, PROMPT, n=2, best_of=4, temperature=1.0, seed=1)
+    means = sorted((sum(each.logprobs) / len(each.logprobs) for each in result.completions), reverse=True)
+    assert [sum(each.logprobs) / len(each.logprobs) for each in best.completions] == pytest.approx(means[:2], abs=1e-5)
+
+
+def test_what_ends_an_answer(llm):
+    whole = alone(llm, PROMPT, max_tokens=20)
+    token, text = whole.token_ids[6], whole.text
+    result = alone(llm, PROMPT, max_tokens=20, stop_token_ids=[token])
+    at = whole.token_ids.index(token)
+    assert result.token_ids == whole.token_ids[: at + 1] and result.text == llm.tokenizer.decode(whole.token_ids[:at])
+    assert (result.finish_reason, result.completions[0].stopped_by) == ("stop", token)
+    result = alone(llm, PROMPT, max_tokens=20, stop=text[5:7])
+    assert result.text == text[: text.index(text[5:7])] and result.completions[0].stopped_by == text[5:7]
+    assert alone(llm, PROMPT, max_tokens=20, stop=text[5:7], min_tokens=15).token_ids[:15] == whole.token_ids[:15]
+
+
+def test_logprobs_beside_the_token(llm):
+    result = alone(llm, PROMPT, logprobs=4)
+    for token, logprob, top in zip(result.token_ids, result.logprobs, result.top_logprobs, strict=True):
+        assert len(top) == 4 and next(iter(top)) == token and top[token] == pytest.approx(logprob)
+    assert alone(llm, PROMPT, logprobs=None).logprobs == []
+
+
+def test_the_models_own_ways(directory, tmp_path):
+    """``generation_config.json``: what ends a text, and how tokens are chosen."""
+    greedy = alone(fw.LLM(directory), PROMPT, max_tokens=30)
+    copy = tmp_path / "model"
+    shutil.copytree(directory, copy)
+    end = greedy.token_ids[4]
+    chosen = {"do_sample": True, "temperature": 0.5, "top_k": 3, "eos_token_id": [end, 2]}
+    (copy / "generation_config.json").write_text(json.dumps(chosen))
+    llm = fw.LLM(copy)
+    assert (llm.defaults.temperature, llm.defaults.top_k) == (0.5, 3)
+    result = alone(llm, PROMPT, max_tokens=30)
+    assert result.token_ids == greedy.token_ids[: greedy.token_ids.index(end) + 1] and result.finish_reason == "stop"
+    assert result.completions[0].stopped_by is None and end not in llm.tokenizer.encode(result.text, add_special_tokens=False)
+    assert alone(llm, PROMPT, max_tokens=30, ignore_eos=True).token_ids == greedy.token_ids
+    longer = alone(llm, PROMPT, max_tokens=30, min_tokens=10).token_ids
+    assert len(longer) >= 10 and end not in longer[:9]
+
+
+def test_an_adapter_stays_beside_the_weights(directory, tmp_path):
+    base = AutoModelForCausalLM.from_pretrained(directory)
+    adapted = get_peft_model(base, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM"))
+    adapted.save_pretrained(tmp_path)
+    theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(directory), tmp_path).eval()
+    llm = fw.LLM(directory, adapter=tmp_path)
+    ids = llm.tokenizer.encode(PROMPT)
+    expected = theirs.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)[0, len(ids) :]
+    assert alone(llm, PROMPT, ignore_eos=True).token_ids == expected.tolist()
+    assert alone(llm, PROMPT, ignore_eos=True).token_ids != alone(fw.LLM(directory), PROMPT, ignore_eos=True).token_ids
+
+
+def test_weights_of_four_bits(directory):
+    """Against the same weights, made of their codes once and for all."""
+    kept = fw.load_model(directory, quantization="nf4")
+    result = alone(fw.LLM(directory, quantization="nf4"), PROMPT)
+    ids = [*result.prompt_token_ids, *result.token_ids]
+    rows = kept(torch.tensor([ids]))[0, len(result.prompt_token_ids) - 1 : -1].log_softmax(-1)
+    assert result.token_ids == rows.argmax(-1).tolist()
+    assert result.logprobs == pytest.approx(rows.max(-1).values.tolist(), abs=1e-4)
+
+
+@pytest.mark.parametrize("kv_cache", ["paged", "contiguous"])
+def test_memory_follows_use(directory, kv_cache):
+    """Room for 2 GiB of keys and values takes none before there are any."""
+    before = anonymous_bytes()
+    llm = fw.LLM(directory, kv_cache=kv_cache, kv_budget="2GiB")
+    alone(llm, PROMPT, max_tokens=100)
+    assert anonymous_bytes() - before < 64 << 20
+    assert 0 < llm.engine.scheduler.cache.live_bytes < 1 << 20 if kv_cache == "paged" else not llm.engine.scheduler.cache.live_bytes
+
+
+def test_a_context_that_does_not_fit_is_said(directory, capsys):
+    llm = fw.LLM(directory, kv_budget="60KiB")
+    assert "fit 60 KiB, so no sequence may have more, instead of 256" in capsys.readouterr().out
+    assert llm.engine.context == 60 * 1024 // (2 * 3 * 2 * 12 * 4) // 16 * 16
+    assert len(alone(llm, PROMPT, max_tokens=None, ignore_eos=True).token_ids) == llm.engine.context - len(llm.encode(PROMPT))
+
+
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        ({"kv_cache": "pagde"}, "did you mean 'paged'"),
+        ({"kv_cache": {"name": "paged", "block": 3}}, "unknown key 'block' in 'kv_cache'"),
+        ({"kv_bugdet": "1GiB"}, "unknown key 'kv_bugdet' in 'inference'; did you mean 'kv_budget'"),
+        ({"kv_budget": "100B"}, "hold no block of 16 tokens"),
+        ({"max_context": 10_000}, "10000 is more than the model's own, 256"),
+        ({"max_sequences": 9, "step_tokens": 8}, "9 sequences want a token each"),
+        ({"device": "tpu"}, "'tpu' is no device"),
+        ({"dtype": "int8"}, "inference.dtype"),
+    ],
+)
+def test_what_cannot_be_had(directory, options, said):
+    with pytest.raises(UserError, match=said.replace("(", r"\(")):
+        fw.LLM(directory, **options)
+
+
+def test_what_cannot_be_asked(llm):
+    for prompt, settings, said in (
+        ("", {}, "the prompt has no tokens"),
+        ("a" * 300, {}, "300 tokens, and prompt and answer together at most 256"),
+        ([tokens.FIRST, 131], {}, "token 131, and the model has 131"),
+        (PROMPT, {"temprature": 1}, "a request has no 'temprature'; did you mean 'temperature'"),
+    ):
+        with pytest.raises(UserError, match=said):
+            llm.generate(prompt, **settings)
+    with pytest.raises(UserError, match="prompt 1: the prompt has no tokens"):
+        llm.generate(["abc", ""])
+    assert not len(llm.engine), "nothing is left of what was refused"

@@ -1,0 +1,122 @@
+"""How tokens are chosen, against transformers' processors of logits, and against probabilities."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import count
+
+import pytest
+import torch
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from fw.errors import UserError
+from fw.inference.options import Sampling
+from fw.inference.sampling import choose, probabilities
+from fw.inference.sequence import Answer, Request
+
+VOCABULARY = 200
+_numbers = count()
+
+
+def answer(own: Sequence[int] = (), prompt: Sequence[int] = (5, 6, 7), **settings) -> Answer:
+    sampling = Sampling(**settings)
+    request = Request("one", list(prompt), sampling, 0, 0, 100)
+    generator = None if sampling.greedy else torch.Generator().manual_seed(next(_numbers))
+    return Answer(request, next(_numbers), 0, [*prompt, *own], generator)
+
+
+def logits(seed: int = 0) -> torch.Tensor:
+    return torch.randn(VOCABULARY, generator=torch.Generator().manual_seed(seed)) * 3
+
+
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 1.7])
+@pytest.mark.parametrize("top_k", [0, 1, 20, 500])
+@pytest.mark.parametrize("top_p", [1.0, 0.9, 0.3, 0.01])
+@pytest.mark.parametrize("min_p", [0.0, 0.1])
+def test_probabilities_are_those_of_transformers(temperature, top_k, top_p, min_p):
+    steps = [TemperatureLogitsWarper(temperature)] if temperature != 1 else []
+    steps += [TopKLogitsWarper(top_k)] if top_k else []
+    steps += [TopPLogitsWarper(top_p)] if top_p < 1 else []
+    steps += [MinPLogitsWarper(min_p)] if min_p else []
+    expected = LogitsProcessorList(steps)(torch.zeros(1, 1, dtype=torch.int64), logits()[None])[0].softmax(-1)
+    found = probabilities(logits(), Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p))
+    torch.testing.assert_close(found, expected)
+
+
+def test_tokens_come_as_often_as_they_are_probable():
+    """Chi-squared over 4,000 draws, each of a row of a batch; 99.99 % of fair draws pass."""
+    row = logits(3)[:12]
+    one = answer(temperature=0.8, top_k=8)
+    drawn = torch.tensor([choose(row.clone()[None], [one], frozenset())[0] for _ in range(4000)])
+    p = probabilities(row, one.request.sampling)
+    counts = torch.bincount(drawn, minlength=12)
+    assert not counts[p == 0].any()
+    chi = ((counts[p > 0] - 4000 * p[p > 0]) ** 2 / (4000 * p[p > 0])).sum()
+    assert chi < 31.8, "7 degrees of freedom"
+
+
+def test_a_row_does_not_depend_on_its_company():
+    rows = torch.stack([logits(n) for n in range(5)])
+
+    def asked() -> list[Answer]:
+        kinds = [{"temperature": 0}, {"temperature": 0.9}, {"top_p": 0.8, "seed": 4}, {"repetition_penalty": 1.5}, {"min_tokens": 3}]
+        found = [answer([9, 9, 10], **kind) for kind in kinds]
+        for number, one in enumerate(found):
+            one.generator = torch.Generator().manual_seed(number)
+        return found
+
+    together = choose(rows.clone(), asked(), frozenset([2]))
+    alone = [choose(rows[n : n + 1].clone(), [asked()[n]], frozenset([2]))[0] for n in range(5)]
+    assert together == alone
+
+
+def test_repetition_is_that_of_transformers():
+    one = answer([9, 9, 50], temperature=0, repetition_penalty=1.7)
+    expected = RepetitionPenaltyLogitsProcessor(1.7)(torch.tensor([one.tokens]), logits()[None])
+    rows = logits()[None].clone()
+    choose(rows, [one], frozenset())
+    torch.testing.assert_close(rows, expected)
+
+
+def test_presence_and_frequency_count_the_answer_alone():
+    """https://platform.openai.com/docs/api-reference: logit - count · frequency - (count > 0) · presence."""
+    rows = logits()[None].clone()
+    choose(rows, [answer([9, 9, 50], temperature=0, presence_penalty=0.5, frequency_penalty=0.25)], frozenset())
+    changed = (rows[0] - logits()).nonzero().flatten().tolist()
+    assert changed == [9, 50]
+    assert float(rows[0, 9] - logits()[9]) == pytest.approx(-1.0, abs=1e-6) and float(rows[0, 50] - logits()[50]) == pytest.approx(
+        -0.75, abs=1e-6
+    )
+
+
+def test_bias_and_the_least_number_of_tokens():
+    row = logits()
+    best, second = row.topk(2).indices.tolist()
+    assert choose(row.clone()[None], [answer(temperature=0, logit_bias={77: 100.0})], frozenset()) == [77]
+    assert choose(row.clone()[None], [answer(temperature=0, min_tokens=1)], frozenset([best])) == [second], "the model's end"
+    assert choose(row.clone()[None], [answer(temperature=0, min_tokens=1, stop_token_ids=[best])], frozenset()) == [second]
+    assert choose(row.clone()[None], [answer([1], temperature=0, min_tokens=1)], frozenset([best])) == [best], "enough"
+
+
+@pytest.mark.parametrize(
+    "settings, said",
+    [
+        ({"temperature": -1}, "temperature: -1 is not at least 0"),
+        ({"top_p": 0}, "top_p and repetition_penalty must be above 0"),
+        ({"top_p": 1.5}, "top_p: 1.5 is not between 0 and 1"),
+        ({"n": 3, "best_of": 2}, "best_of: 2 is not at least 3"),
+        ({"min_tokens": 9, "max_tokens": 3}, "min_tokens: 9 is more than max_tokens 3"),
+        ({"stop": [""]}, "an empty text ends every answer"),
+        ({"max_tokens": 0}, "max_tokens: 0 is not at least 1"),
+    ],
+)
+def test_what_cannot_be_asked_for(settings, said):
+    with pytest.raises(UserError, match=said.replace("(", r"\(")):
+        Sampling(**settings)

@@ -1,0 +1,137 @@
+"""Requests by the thousand, with little room: no block lost or given twice, every answer the right one, every invariant at every step."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from fw.errors import UserError
+from inference.crowd import CONTEXT, END, SIZE, VOCABULARY, Crowd, some_prompt
+
+
+def test_ten_thousand_requests():
+    chance = random.Random(0)
+    crowd = Crowd(blocks=40, max_sequences=8, step_tokens=40)
+    most_waiting = 0
+    for number in range(10_000):
+        ask(crowd, str(number), chance)
+        while len(crowd.engine) > chance.randint(4, 24):
+            crowd.step()
+        if chance.random() < 0.1 and crowd.engine._requests:
+            crowd.abort(chance.choice(list(crowd.engine._requests)))
+        most_waiting = max(most_waiting, len(crowd.engine.scheduler.waiting))
+    crowd.settle()
+    assert len(crowd.results) == 10_000
+    ended = [result.finish_reason for result in crowd.results.values()]
+    assert min(ended.count(reason) for reason in ("stop", "length", "abort")) > 500
+    assert crowd.engine.scheduler.preemptions > 100 and crowd.runner.most == 8 and most_waiting > 10
+    assert sum(result.cached_tokens > 0 for result in crowd.results.values()) > 1000
+
+
+def ask(crowd: Crowd, key: str, chance: random.Random) -> None:
+    crowd.add(
+        key,
+        some_prompt(chance, chance.choice([3, 20, 40])),
+        priority=chance.choice([0, 0, 0, 1, -1]),
+        max_tokens=chance.choice([1, 5, 12, 40, None]),
+        n=chance.choice([1, 1, 1, 1, 2, 4]),
+        stop_token_ids=chance.choice([(), (), (9, 12)]),
+        prompt_logprobs=chance.choice([None, None, None, 0]),
+    )
+
+
+class Machine(RuleBasedStateMachine):
+    """The same in any order that breaks something."""
+
+    @initialize(
+        blocks=st.integers(3, 24), sequences=st.integers(1, 6), step=st.integers(6, 40), share=st.one_of(st.none(), st.integers(1, 9))
+    )
+    def begin(self, blocks: int, sequences: int, step: int, share: int | None) -> None:
+        self.crowd = Crowd(blocks, max_sequences=sequences, step_tokens=step, prompt_tokens=share)
+        self.count = 0
+
+    @rule(
+        prompt=st.lists(st.integers(3, 5), min_size=1, max_size=CONTEXT),
+        priority=st.integers(-1, 1),
+        most=st.one_of(st.none(), st.integers(1, 20)),
+        n=st.integers(1, 3),
+        logprobs=st.sampled_from([None, 0]),
+    )
+    def add(self, prompt: list[int], priority: int, most: int | None, n: int, logprobs: int | None) -> None:
+        engine = self.crowd.engine
+        fits = len(prompt) < engine.context and n <= engine.scheduler.most
+        try:
+            self.crowd.add(str(self.count), prompt, priority, max_tokens=most, n=n, prompt_logprobs=logprobs)
+            assert fits
+            self.count += 1
+        except UserError:
+            assert not fits
+
+    @precondition(lambda self: self.count)
+    @rule(which=st.integers(0))
+    def abort(self, which: int) -> None:
+        if keys := list(self.crowd.engine._requests):
+            self.crowd.abort(keys[which % len(keys)])
+
+    @rule(times=st.integers(1, 6))
+    def step(self, times: int) -> None:
+        for _ in range(times):
+            self.crowd.step()
+
+    def teardown(self) -> None:
+        if hasattr(self, "crowd"):
+            self.crowd.settle()
+            assert len(self.crowd.results) == self.count
+
+
+Machine.TestCase.settings = settings(
+    max_examples=100, stateful_step_count=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+)
+test_any_order = Machine.TestCase
+
+
+def test_a_long_prompt_does_not_keep_others_waiting():
+    crowd = Crowd(blocks=40, max_sequences=4, step_tokens=12)
+    crowd.add("long", [5] * 40)
+    crowd.add("short", [6], max_tokens=2)
+    crowd.step()
+    crowd.step()
+    assert "short" in crowd.results or len(crowd.engine._requests["short"].answers[0].own) == 1
+    assert not crowd.engine._requests["long"].answers[0].generated
+
+
+def test_who_comes_last_makes_room_and_goes_on_where_it_was():
+    """What it had is known still as far as nobody needed the room, so that less than all is computed anew."""
+    crowd = Crowd(blocks=9, max_sequences=2, step_tokens=40)
+    for key in ("first", "last"):
+        crowd.add(key, [ord(key[0]) % 20 + 3] * 10, max_tokens=12, ignore_eos=True)
+    crowd.settle()
+    assert crowd.engine.scheduler.preemptions == 1
+    assert 2 * (10 + 11) < crowd.runner.computed < 3 * (10 + 11) - 2 * SIZE
+
+
+def test_priorities():
+    crowd = Crowd(blocks=40, max_sequences=1, step_tokens=40)
+    for key, priority in (("a", 0), ("b", 0), ("urgent", -5), ("idle", 5)):
+        crowd.add(key, [7, 8], priority, max_tokens=3)
+    crowd.settle()
+    assert list(crowd.results) == ["urgent", "a", "b", "idle"]
+
+
+def test_what_is_refused_at_once():
+    crowd = Crowd(blocks=5, max_sequences=3, step_tokens=40)
+    for prompt, more, said in (
+        ([], {}, "has no tokens"),
+        ([5] * 20, {}, "20 tokens, and prompt and answer together at most 20"),
+        ([VOCABULARY], {}, f"token {VOCABULARY}, and the model has {VOCABULARY}"),
+        ([5], {"n": 4}, "4 answers are more than run at once"),
+        ([5], {"stop_token_ids": [-1]}, "stop_token_ids has token -1"),
+    ):
+        with pytest.raises(UserError, match=said):
+            crowd.add("x", prompt, **more)
+    assert not len(crowd.engine)
+    assert (SIZE, END) == (4, 2)
