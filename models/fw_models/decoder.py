@@ -197,7 +197,8 @@ class Decoder(CausalLM):
         windows = [self.config.window(layer) for layer in range(len(self.layers))]
         ropes = [self.config.rope(layer) for layer in range(len(self.layers))]
         # Once per forward for all blocks that share them.
-        plans = {w: self.attention.plan(Pattern(x_BLD.shape[1], w, segments_BL), ids_BL.device) for w in dict.fromkeys(windows)}
+        length = virtual + ids_BL.shape[1]  # of which x may be this rank's part
+        plans = {w: self.attention.plan(Pattern(length, w, segments_BL), ids_BL.device) for w in dict.fromkeys(windows)}
         angles = {rope: rope.angles(positions_BL) for rope in dict.fromkeys(ropes)}
         routed: list[Tensor] = []
         for layer, window, rope in zip(self.layers, windows, ropes, strict=True):

@@ -192,7 +192,7 @@ class GPT2(CausalLM):
         if self.prompt_embeddings is not None and not adapters_are_off():
             virtual = len(self.prompt_embeddings)
             x_BLD, positions_BL, segments_BL = prepend(self.prompt_embeddings, x_BLD, positions_BL, segments_BL)
-        plan = self.attention.plan(Pattern(x_BLD.shape[1], None, segments_BL), ids_BL.device)
+        plan = self.attention.plan(Pattern(virtual + length, None, segments_BL), ids_BL.device)  # of x this rank may have a part
         x_BLD = F.dropout(x_BLD + self.wpe(positions_BL), self.config.embd_pdrop, self.training)
         for block in self.h:
             x_BLD = block(x_BLD, plan)

@@ -15,6 +15,7 @@ from fw.errors import UserError
 from fw.inference.cached import Runner, ThroughCache
 from fw.inference.engine import Engine, Reads
 from fw.inference.options import Sampling
+from fw.inference.packing import pack
 from fw.kinds.kv_cache import KVNeeds
 from fw.kinds.model import CausalLM
 from fw.locate import ADAPTER_CONFIG, CONFIG, find, inside
@@ -78,6 +79,7 @@ def load(path: str | Path, recipe: InferenceRecipe, adapter: str | Path | None =
     tokenizer = _tokenizer(path, base)
     generation = _generation(base)
     reads = Reads(_read_by_each_step(model), token_bytes)
+    pack(model)
     engine = Engine(
         Runner(model, cache, device), cache, options, tokenizer, context, model.vocab_size, _ends(config, generation, tokenizer), reads
     )

@@ -86,7 +86,7 @@ def _logprobs(rest: dict[str, Any], chat: bool) -> int | None:
     """Of chats a switch and a number, of completions a number."""
     wanted = rest.pop("logprobs", None)
     if not chat:
-        return wanted  # type: ignore[no-any-return]
+        return wanted
     top: int = rest.pop("top_logprobs", 0)
     return top if wanted else None
 

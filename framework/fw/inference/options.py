@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 
 from fw.errors import UserError
 
-
 _MAY_BE_NONE = ("max_tokens", "seed", "best_of", "logprobs", "prompt_logprobs")
 _CALLED: Mapping[type, str] = {int: "whole number", float: "number", bool: "true or false"}
 

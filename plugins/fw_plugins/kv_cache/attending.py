@@ -14,10 +14,15 @@ from torch import Tensor
 def attend(q_QNH: Tensor, k_LKH: Tensor, v_LKH: Tensor, *, window: int | None, scale: float, softcap: float | None = None) -> Tensor:
     """``[Q, N, H]``: each query sees the keys up to its own, and of these no more than ``window``."""
     queries, keys = len(q_QNH), len(k_LKH)
+    if queries == 1:  # for which a fused kernel with query heads in groups is slow
+        seen_1L = torch.ones(1, keys, dtype=torch.bool, device=q_QNH.device)
+        if window is not None:
+            seen_1L[:, : max(0, keys - window)] = False
+        return attend_to_all(q_QNH, k_LKH[None], v_LKH[None], seen_1L, scale=scale, softcap=softcap)
     whole = window is None or window >= keys
     q_NQH, k_KLH, v_KLH = (x.transpose(0, 1) for x in (q_QNH, k_LKH, v_LKH))
-    if whole and softcap is None and queries in (1, keys):
-        return _sdpa(q_NQH, k_KLH, v_KLH, None, queries > 1, scale)
+    if whole and softcap is None and queries == keys:
+        return _sdpa(q_NQH, k_KLH, v_KLH, None, True, scale)
     behind_QL = torch.arange(keys - queries, keys, device=q_QNH.device)[:, None] - torch.arange(keys, device=q_QNH.device)
     seen_QL = behind_QL >= 0 if window is None else (behind_QL >= 0) & (behind_QL < window)
     if softcap is None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fw.errors import UserError
+from fw.kernels.attention import attend_blocks, available
 from fw.kinds.kv_cache import KVCache, KVCachePlugin, KVNeeds, Stretch
 from fw.kinds.model import KVShape
 from fw_plugins.kv_cache.attending import attend, attend_to_all
@@ -56,6 +57,7 @@ class PagedCache(KVCache):
         # On the host nothing is there before it is written to.
         self._keys = [self._empty(shape) for shape in needs.shapes]
         self._values = [self._empty(shape) for shape in needs.shapes]
+        self._kernel = available(needs.dtype, needs.device)
         self._single: _Single | None = None
         self._longer: list[tuple[Stretch, slice, Tensor]] = []
         self._slots_T = torch.empty(0, dtype=torch.int64)
@@ -105,35 +107,42 @@ class PagedCache(KVCache):
         """Where everything is, once for all blocks of the model."""
         size, device = self.pool.size, self._needs.device
         slots: list[Tensor] = []
-        single: list[tuple[int, Stretch, Tensor]] = []
+        single: list[tuple[int, Stretch]] = []
         self._longer, at = [], 0
         for stretch in stretches:
-            table = torch.tensor(self.pool.tables[stretch.sequence][: self.pool.blocks_for(stretch.end)])
-            slots_L = (table[:, None] * size + torch.arange(size)).flatten()[: stretch.end]
-            slots.append(slots_L[stretch.start :])
+            table = self.pool.tables[stretch.sequence]
             if stretch.length == 1:
-                single.append((at, stretch, slots_L))
+                single.append((at, stretch))
+                slots.append(torch.tensor([table[stretch.start // size] * size + stretch.start % size]))
             else:
+                slots_L = _slots(table, stretch.end, size)
+                slots.append(slots_L[stretch.start :])
                 self._longer.append((stretch, slice(at, at + stretch.length), slots_L.to(device)))
             at += stretch.length
         self._slots_T = torch.cat(slots).to(device)
-        self._single = _Single.of(single, device) if single else None
+        self._single = _Single.of(single, self.pool, device, self._kernel) if single else None
 
     def attend(self, block: int, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, *, scale: float, softcap: float | None = None) -> Tensor:
         """Sequences with one token all at once, the others one after another."""
         keys, values, window = self._keys[block], self._values[block], self._needs.shapes[block].window
         keys.index_copy_(0, self._slots_T, k_TKH)
         values.index_copy_(0, self._slots_T, v_TKH)
+        single = self._single
+        if single is not None and not self._longer:
+            return single.attend(q_TNH, keys, values, window, scale, softcap)
         out_TNH = torch.empty_like(q_TNH)
-        if (single := self._single) is not None:
-            slots_BL, seen_BL = single.within(window)
-            out_TNH[single.rows_B] = attend_to_all(
-                q_TNH[single.rows_B], keys[slots_BL], values[slots_BL], seen_BL, scale=scale, softcap=softcap
-            )
+        if single is not None:
+            out_TNH[single.rows_B] = single.attend(q_TNH[single.rows_B], keys, values, window, scale, softcap)
         for stretch, now, slots_L in self._longer:
             seen_L = slots_L if window is None else slots_L[max(0, stretch.start - window + 1) :]
             out_TNH[now] = attend(q_TNH[now], keys[seen_L], values[seen_L], window=window, scale=scale, softcap=softcap)
         return out_TNH
+
+
+def _slots(table: Sequence[int], count: int, size: int) -> Tensor:
+    """Where the first ``count`` tokens are."""
+    blocks = torch.tensor(table[: -(-count // size)])
+    return (blocks[:, None] * size + torch.arange(size)).flatten()[:count]
 
 
 @dataclass
@@ -142,29 +151,55 @@ class _Single:
 
     Attributes:
         rows_B: where it is among the step's.
-        lengths_B: tokens that it sees, itself included.
-        slots_BL: where these are, the last one last; what stands before the first of a shorter sequence is not looked at.
+        lengths_B: int32; tokens that it sees, itself included.
+        block_size: tokens of a block.
+        tables_BM: int32; blocks of each sequence, for the kernel; None where there is none.
+        slots_BL: for torch's operators: where tokens are, the last one last; what stands before the first of a shorter sequence is not
+            looked at.
     """
 
     rows_B: Tensor
     lengths_B: Tensor
-    slots_BL: Tensor
+    block_size: int
+    tables_BM: Tensor | None
+    slots_BL: Tensor | None
 
     @staticmethod
-    def of(single: Sequence[tuple[int, Stretch, Tensor]], device: torch.device) -> _Single:
-        longest = max(stretch.end for _, stretch, _ in single)
+    def of(single: Sequence[tuple[int, Stretch]], pool: BlockPool, device: torch.device, kernel: bool) -> _Single:
+        rows_B = torch.tensor([at for at, _ in single], device=device)
+        lengths_B = torch.tensor([stretch.end for _, stretch in single], dtype=torch.int32, device=device)
+        longest = max(stretch.end for _, stretch in single)
+        if kernel:
+            tables_BM = torch.zeros(len(single), pool.blocks_for(longest), dtype=torch.int32)
+            for row, (_, stretch) in enumerate(single):
+                table = pool.tables[stretch.sequence][: pool.blocks_for(stretch.end)]
+                tables_BM[row, : len(table)] = torch.tensor(table, dtype=torch.int32)
+            return _Single(rows_B, lengths_B, pool.size, tables_BM, None)
         slots_BL = torch.zeros(len(single), longest, dtype=torch.int64)
-        for row, (_, stretch, slots_L) in enumerate(single):
+        for row, (_, stretch) in enumerate(single):
+            slots_L = _slots(pool.tables[stretch.sequence], stretch.end, pool.size)
             slots_BL[row] = slots_L[0]  # of values that nobody has written, none would do: not a number times 0 is none either
             slots_BL[row, longest - stretch.end :] = slots_L
-        return _Single(
-            torch.tensor([at for at, _, _ in single], device=device),
-            torch.tensor([stretch.end for _, stretch, _ in single], device=device),
-            slots_BL.to(device),
-        )
+        return _Single(rows_B, lengths_B, pool.size, None, slots_BL.to(device))
 
-    def within(self, window: int | None) -> tuple[Tensor, Tensor]:
-        """Slots of the last ``window`` tokens ``[B, L]``, and which of them are a sequence's own."""
+    def attend(
+        self, q_BNH: Tensor, keys_SKH: Tensor, values_SKH: Tensor, window: int | None, scale: float, softcap: float | None
+    ) -> Tensor:
+        """Of each sequence the last token, over all that it sees."""
+        if self.tables_BM is not None:
+            return attend_blocks(
+                q_BNH,
+                keys_SKH,
+                values_SKH,
+                self.tables_BM,
+                self.lengths_B,
+                block_size=self.block_size,
+                window=window,
+                scale=scale,
+                softcap=softcap,
+            )
+        assert self.slots_BL is not None
         slots_BL = self.slots_BL if window is None else self.slots_BL[:, -window:]
         length = slots_BL.shape[1]
-        return slots_BL, torch.arange(length, 0, -1, device=slots_BL.device) <= self.lengths_B[:, None]
+        seen_BL = torch.arange(length, 0, -1, device=slots_BL.device) <= self.lengths_B[:, None]
+        return attend_to_all(q_BNH, keys_SKH[slots_BL], values_SKH[slots_BL], seen_BL, scale=scale, softcap=softcap)

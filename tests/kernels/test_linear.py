@@ -1,0 +1,63 @@
+"""The kernel of linear layers, for this processor and for any, against products in fp32."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from fw.kernels import linear
+from fw.kernels.build import NotCompiled, library
+
+ANY_PROCESSOR = ("-mno-avx512f", "-mno-avx512bf16") if torch.backends.cpu.get_cpu_capability().startswith("AVX") else ("-DFW_ANY",)
+
+
+@pytest.fixture(params=[(), ANY_PROCESSOR], ids=["this processor", "any processor"])
+def kernel(request, monkeypatch):
+    try:
+        found = linear.function(request.param)
+    except NotCompiled as reason:
+        pytest.skip(str(reason))
+    monkeypatch.setattr(linear, "function", lambda: found)
+
+
+def layer(outputs: int, inputs: int, bias: bool) -> torch.nn.Linear:
+    torch.manual_seed(outputs + inputs)
+    return torch.nn.Linear(inputs, outputs, bias=bias).bfloat16().requires_grad_(False)
+
+
+@pytest.mark.parametrize("outputs, inputs", [(32, 2), (96, 64), (33, 50), (1, 130), (257, 1024)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_products(kernel, outputs, inputs, bias):
+    of = layer(outputs, inputs, bias)
+    packed = linear.PackedLinear(of)
+    for rows in (1, 2, 3, 7, 12, 13, 25, 130):
+        x = torch.randn(rows, inputs).bfloat16()
+        expected = F.linear(x.double(), of.weight.double(), of.bias.double() if bias else None)
+        found = packed(x)
+        # Rounded once, to 8 bits; sums of fp32 before it.
+        torch.testing.assert_close(found.double(), expected, rtol=2**-8, atol=1e-5 * inputs**0.5)
+        each = torch.cat([packed(x[row : row + 1]) for row in range(rows)])
+        assert torch.equal(found, each), "a row alone, and beside others"
+    assert packed(torch.randn(2, 3, 2 * inputs).bfloat16()[..., ::2]).shape == (2, 3, outputs), "also of what is not contiguous"
+
+
+def test_what_is_packed():
+    assert linear.PackedLinear.takes(layer(4, 6, True))
+    for other in (layer(4, 5, True), layer(4, 6, True).float(), torch.nn.Bilinear(2, 2, 2), torch.nn.Embedding(3, 4).bfloat16()):
+        assert not linear.PackedLinear.takes(other)
+    weight = torch.arange(12.0).view(2, 6).bfloat16()
+    packed = linear.packed(weight)
+    assert packed.shape == (1, 3, 32, 2) and packed[0, 1, 1].tolist() == [8.0, 9.0] and not packed[:, :, 2:].any()
+
+
+def test_no_compiler(monkeypatch, tmp_path):
+    library.cache_clear()
+    monkeypatch.setenv("FW_CACHE", str(tmp_path))
+    monkeypatch.setenv("CXX", "/bin/false")
+    with pytest.raises(NotCompiled, match=r"/bin/false refuses linear\.cpp: it says nothing"):
+        library("linear")
+    monkeypatch.setenv("FW_KERNELS", "off")
+    with pytest.raises(NotCompiled, match="FW_KERNELS=off"):
+        library("linear")
+    library.cache_clear()
