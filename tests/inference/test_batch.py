@@ -30,6 +30,8 @@ GOOD = [
             "max_completion_tokens": 7,
             "logprobs": True,
             "top_logprobs": 2,
+            "temperature": 0,
+            "ignore_eos": True,
         },
     },
     {

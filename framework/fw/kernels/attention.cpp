@@ -14,46 +14,139 @@
 namespace {
 
 constexpr int CHUNK = 256;
+constexpr int LANES = 16;
+typedef float Lane __attribute__((vector_size(LANES * sizeof(float))));
+typedef int32_t Bits __attribute__((vector_size(LANES * sizeof(int32_t))));
+typedef uint32_t Wide __attribute__((vector_size(LANES * sizeof(uint32_t))));
+typedef uint16_t Halves __attribute__((vector_size(LANES * sizeof(uint16_t))));
+
+inline Lane loaded(const float* at) {
+    Lane value;
+    std::memcpy(&value, at, sizeof value);
+    return value;
+}
+
+inline Lane loaded(const uint16_t* at) {
+    Halves halves;
+    std::memcpy(&halves, at, sizeof halves);
+    return (Lane)(__builtin_convertvector(halves, Wide) << 16);
+}
+
+// A row of a head as fp32; what does not fill a register is filled up with zeros.
+template <typename T, int DIM>
+inline void widen(const T* at, long dim, Lane* to) {
+    long l = 0;
+    for (; l < (DIM ? DIM : dim) / LANES; l++) to[l] = loaded(at + l * LANES);
+    if (DIM == 0 && dim % LANES) {
+        float rest[LANES] = {};
+        for (long h = 0; h < dim % LANES; h++) rest[h] = widened(at[l * LANES + h]);
+        to[l] = loaded(rest);
+    }
+}
+
+inline float added_up(Lane x) {
+    x += __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7);
+    x += __builtin_shufflevector(x, x, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11);
+    x += __builtin_shufflevector(x, x, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13);
+    return x[0] + x[1];
+}
+
+// e^(x - most) of 16 numbers no larger than most: 2^n · 2^f with a polynomial for 2^f, |f| ≤ 1/2, right to 2e-7 of the value.
+inline void exponential(float* at, float most) {
+    Lane x = (loaded(at) - most) * 1.44269504f;
+    x = x < -126.0f ? Lane{} - 126.0f : x;
+    Bits whole = __builtin_convertvector(x - 0.5f, Bits);  // towards zero, and x is not above it
+    Lane f = x - __builtin_convertvector(whole, Lane);
+    Lane p = 1.5403530e-4f * f + 1.3333558e-3f;
+    p = p * f + 9.6181291e-3f;
+    p = p * f + 5.5504109e-2f;
+    p = p * f + 2.4022651e-1f;
+    p = p * f + 6.9314718e-1f;
+    p = p * f + 1.0f;
+    p = (Lane)((Bits)p + (whole << 23));
+    std::memcpy(at, &p, sizeof p);
+}
 
 struct Shape {
     long heads, kv_heads, dim, block_size, table_stride, window;
     float scale, softcap;
 };
 
-// Of one key and value head: largest score, sum of weights, and weighted values of each of its query heads.
-template <typename T>
+// Of one key and value head: largest score, sum of weights, and weighted values of each of its query heads. DIM 0: of any size.
+template <typename T, int DIM>
 void attend_chunk(const T* q, const T* keys, const T* values, const int32_t* table, long begin, long end, long head, const Shape& s,
                   float* found) {
-    const long groups = s.heads / s.kv_heads, dim = s.dim, stride = s.kv_heads * dim;
-    std::vector<float> wide(groups * dim), row(dim), scores(groups * CHUNK);
-    for (long i = 0; i < groups * dim; i++) wide[i] = widened(q[i]) * s.scale;
-    for (long t = begin; t < end; t++) {
-        const T* key = keys + (long(table[t / s.block_size]) * s.block_size + t % s.block_size) * stride + head * dim;
-        for (long h = 0; h < dim; h++) row[h] = widened(key[h]);
+    const long groups = s.heads / s.kv_heads, dim = DIM ? DIM : s.dim, stride = s.kv_heads * dim, count = end - begin;
+    const long lanes = (dim + LANES - 1) / LANES, n = DIM ? DIM / LANES : lanes;  // registers of a row; n the compiler may know
+    thread_local std::vector<Lane> work;
+    work.resize((2 * groups + 4) * lanes + groups * (CHUNK / LANES));
+    Lane *wide = work.data(), *out = wide + groups * lanes, *row = out + groups * lanes;  // four rows
+    float* scores = (float*)(row + 4 * lanes);
+    for (long g = 0; g < groups; g++) {
+        widen<T, DIM>(q + g * dim, dim, wide + g * lanes);
+        for (long l = 0; l < lanes; l++) wide[g * lanes + l] *= s.scale, out[g * lanes + l] = Lane{};
+    }
+    long at[CHUNK];
+    for (long t = begin, block = begin / s.block_size, inside = begin % s.block_size; t < end; t++) {
+        at[t - begin] = (long(table[block]) * s.block_size + inside) * stride + head * dim;
+        if (++inside == s.block_size) inside = 0, block++;
+    }
+    for (long t = 0; t < count; t++) {
+        widen<T, DIM>(keys + at[t], dim, row);
         for (long g = 0; g < groups; g++) {
-            const float* of = wide.data() + g * dim;
-            float sum = 0;
-#pragma omp simd reduction(+ : sum)
-            for (long h = 0; h < dim; h++) sum += of[h] * row[h];
-            scores[g * CHUNK + t - begin] = s.softcap > 0 ? s.softcap * std::tanh(sum / s.softcap) : sum;
+            Lane sum = wide[g * lanes] * row[0];
+            for (long l = 1; l < n; l++) sum += wide[g * lanes + l] * row[l];
+            scores[g * CHUNK + t] = added_up(sum);
         }
     }
     for (long g = 0; g < groups; g++) {
-        float* of = scores.data() + g * CHUNK;
-        float most = *std::max_element(of, of + (end - begin)), total = 0;
-        for (long t = 0; t < end - begin; t++) total += of[t] = std::exp(of[t] - most);
-        found[g * (dim + 2)] = most;
-        found[g * (dim + 2) + 1] = total;
-        std::fill_n(found + g * (dim + 2) + 2, dim, 0.0f);
-    }
-    for (long t = begin; t < end; t++) {
-        const T* value = values + (long(table[t / s.block_size]) * s.block_size + t % s.block_size) * stride + head * dim;
-        for (long h = 0; h < dim; h++) row[h] = widened(value[h]);
-        for (long g = 0; g < groups; g++) {
-            const float weight = scores[g * CHUNK + t - begin];
-            float* out = found + g * (dim + 2) + 2;
-            for (long h = 0; h < dim; h++) out[h] += weight * row[h];
+        float* of = scores + g * CHUNK;
+        if (s.softcap > 0)
+            for (long t = 0; t < count; t++) of[t] = s.softcap * std::tanh(of[t] / s.softcap);
+        const long filled = (count + LANES - 1) / LANES * LANES;
+        for (long t = count; t < filled; t++) of[t] = -std::numeric_limits<float>::infinity();
+        Lane largest = loaded(of);
+        for (long t = LANES; t < filled; t += LANES) {
+            Lane other = loaded(of + t);
+            largest = largest < other ? other : largest;
         }
+        float most = largest[0];
+        for (int l = 1; l < LANES; l++) most = std::max(most, largest[l]);
+        Lane total = {};
+        for (long t = 0; t < filled; t += LANES) {
+            exponential(of + t, most);
+            if (t + LANES > count)
+                for (long rest = count; rest < filled; rest++) of[rest] = 0;
+            total += loaded(of + t);
+        }
+        found[g * (dim + 2)] = most;
+        found[g * (dim + 2) + 1] = added_up(total);
+    }
+    long t = 0;
+    for (; t + 4 <= count; t += 4) {
+        for (int next = 0; next < 4; next++) widen<T, DIM>(values + at[t + next], dim, row + next * lanes);
+        for (long g = 0; g < groups; g++) {
+            const float* w = scores + g * CHUNK + t;
+            for (long l = 0; l < n; l++)
+                out[g * lanes + l] += (w[0] * row[l] + w[1] * row[lanes + l]) + (w[2] * row[2 * lanes + l] + w[3] * row[3 * lanes + l]);
+        }
+    }
+    for (; t < count; t++) {
+        widen<T, DIM>(values + at[t], dim, row);
+        for (long g = 0; g < groups; g++)
+            for (long l = 0; l < n; l++) out[g * lanes + l] += scores[g * CHUNK + t] * row[l];
+    }
+    for (long g = 0; g < groups; g++) std::memcpy(found + g * (dim + 2) + 2, out + g * lanes, dim * sizeof(float));
+}
+
+template <typename T>
+void attend_any(const T* q, const T* keys, const T* values, const int32_t* table, long begin, long end, long head, const Shape& s,
+                float* found) {
+    switch (s.dim) {
+        case 64: return attend_chunk<T, 64>(q, keys, values, table, begin, end, head, s, found);
+        case 128: return attend_chunk<T, 128>(q, keys, values, table, begin, end, head, s, found);
+        case 256: return attend_chunk<T, 256>(q, keys, values, table, begin, end, head, s, found);
+        default: return attend_chunk<T, 0>(q, keys, values, table, begin, end, head, s, found);
     }
 }
 
@@ -79,8 +172,8 @@ void attend(const T* q, const T* keys, const T* values, const int32_t* tables, c
 #pragma omp for schedule(dynamic)
         for (long i = 0; i < long(tasks.size()); i++) {
             const Task& t = tasks[i];
-            attend_chunk(q + (t.sequence * s.heads + t.head * groups) * s.dim, keys, values, tables + t.sequence * s.table_stride, t.begin,
-                         t.end, t.head, s, found.data() + i * partial);
+            attend_any(q + (t.sequence * s.heads + t.head * groups) * s.dim, keys, values, tables + t.sequence * s.table_stride, t.begin,
+                       t.end, t.head, s, found.data() + i * partial);
         }
 #pragma omp for schedule(static)
         for (long p = 0; p < pairs; p++)
