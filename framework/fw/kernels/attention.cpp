@@ -9,28 +9,11 @@
 #include <limits>
 #include <vector>
 
-#include "bf16.h"
+#include "lanes.h"
 
 namespace {
 
 constexpr int CHUNK = 256;
-constexpr int LANES = 16;
-typedef float Lane __attribute__((vector_size(LANES * sizeof(float))));
-typedef int32_t Bits __attribute__((vector_size(LANES * sizeof(int32_t))));
-typedef uint32_t Wide __attribute__((vector_size(LANES * sizeof(uint32_t))));
-typedef uint16_t Halves __attribute__((vector_size(LANES * sizeof(uint16_t))));
-
-inline Lane loaded(const float* at) {
-    Lane value;
-    std::memcpy(&value, at, sizeof value);
-    return value;
-}
-
-inline Lane loaded(const uint16_t* at) {
-    Halves halves;
-    std::memcpy(&halves, at, sizeof halves);
-    return (Lane)(__builtin_convertvector(halves, Wide) << 16);
-}
 
 // A row of a head as fp32; what does not fill a register is filled up with zeros.
 template <typename T, int DIM>
@@ -42,29 +25,6 @@ inline void widen(const T* at, long dim, Lane* to) {
         for (long h = 0; h < dim % LANES; h++) rest[h] = widened(at[l * LANES + h]);
         to[l] = loaded(rest);
     }
-}
-
-inline float added_up(Lane x) {
-    x += __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7);
-    x += __builtin_shufflevector(x, x, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11);
-    x += __builtin_shufflevector(x, x, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13);
-    return x[0] + x[1];
-}
-
-// e^(x - most) of 16 numbers no larger than most: 2^n · 2^f with a polynomial for 2^f, |f| ≤ 1/2, right to 2e-7 of the value.
-inline void exponential(float* at, float most) {
-    Lane x = (loaded(at) - most) * 1.44269504f;
-    x = x < -126.0f ? Lane{} - 126.0f : x;
-    Bits whole = __builtin_convertvector(x - 0.5f, Bits);  // towards zero, and x is not above it
-    Lane f = x - __builtin_convertvector(whole, Lane);
-    Lane p = 1.5403530e-4f * f + 1.3333558e-3f;
-    p = p * f + 9.6181291e-3f;
-    p = p * f + 5.5504109e-2f;
-    p = p * f + 2.4022651e-1f;
-    p = p * f + 6.9314718e-1f;
-    p = p * f + 1.0f;
-    p = (Lane)((Bits)p + (whole << 23));
-    std::memcpy(at, &p, sizeof p);
 }
 
 struct Shape {
@@ -114,7 +74,7 @@ void attend_chunk(const T* q, const T* keys, const T* values, const int32_t* tab
         for (int l = 1; l < LANES; l++) most = std::max(most, largest[l]);
         Lane total = {};
         for (long t = 0; t < filled; t += LANES) {
-            exponential(of + t, most);
+            stored(of + t, exponential(loaded(of + t) - most));
             if (t + LANES > count)
                 for (long rest = count; rest < filled; rest++) of[rest] = 0;
             total += loaded(of + t);

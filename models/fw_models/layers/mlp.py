@@ -8,6 +8,8 @@ from functools import partial
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fw.kernels import elementwise
+
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
@@ -30,4 +32,7 @@ class GatedMLP(nn.Module):
 
     def forward(self, x_BLD: Tensor) -> Tensor:
         """``[B, L, D]`` → ``[B, L, D]``."""
-        return self.down_proj(self.activation(self.gate_proj(x_BLD)) * self.up_proj(x_BLD))
+        gate, up = self.gate_proj(x_BLD), self.up_proj(x_BLD)
+        if self.activation is F.silu and (at_once := elementwise.silu_mul(gate, up)) is not None:
+            return self.down_proj(at_once)
+        return self.down_proj(self.activation(gate) * up)

@@ -1,0 +1,71 @@
+"""Norms, rotation and gates in one pass each, for a model that generates on the CPU in bfloat16.
+
+Each gives None where it does not apply: outside of ``torch.inference_mode()``, on other devices and dtypes, or without a compiler.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from fw.kernels.build import NotCompiled, library
+
+_LANES = 16
+_PLAIN = (Tensor, nn.Parameter)
+_ARGUMENTS = {
+    "fw_rms_norm_bf16": [ctypes.c_void_p] * 3 + [ctypes.c_long] * 2 + [ctypes.c_float, ctypes.c_long],
+    "fw_rotate_bf16": [ctypes.c_void_p] * 4 + [ctypes.c_long] * 3,
+    "fw_silu_mul_bf16": [ctypes.c_void_p] * 3 + [ctypes.c_long],
+}
+
+
+@functools.cache
+def _function(name: str) -> Callable[..., None] | None:
+    try:
+        found = getattr(library("elementwise"), name)
+    except NotCompiled:
+        return None
+    found.restype, found.argtypes = None, _ARGUMENTS[name]
+    return found
+
+
+def _applies(*tensors: Tensor) -> bool:
+    return torch.is_inference_mode_enabled() and all(
+        type(x) in _PLAIN and x.dtype == torch.bfloat16 and x.is_cpu and x.is_contiguous() for x in tensors
+    )
+
+
+def rms_norm(x_D: Tensor, weight_D: Tensor, eps: float, *, shifted: bool = False) -> Tensor | None:
+    """``x / sqrt(mean(x²) + eps) · weight`` over the last dimension, ``1 + weight`` where shifted; ``[…, D]``."""
+    if not _applies(x_D, weight_D) or x_D.shape[-1] % _LANES or (function := _function("fw_rms_norm_bf16")) is None:
+        return None
+    y_D = torch.empty_like(x_D)
+    size = x_D.shape[-1]
+    function(x_D.data_ptr(), weight_D.data_ptr(), y_D.data_ptr(), x_D.numel() // size, size, eps, shifted)
+    return y_D
+
+
+def rotate(x_1NTH: Tensor, cos_11TH: Tensor, sin_11TH: Tensor) -> Tensor | None:
+    """Pairs ``(x_i, x_{i+H/2})`` turned, of one row of tokens; angles in fp32."""
+    if not torch.is_inference_mode_enabled() or len(x_1NTH) != 1 or not (cos_11TH.is_contiguous() and sin_11TH.is_contiguous()):
+        return None
+    x_TNH = x_1NTH[0].transpose(0, 1)
+    if not _applies(x_TNH) or cos_11TH.dtype != torch.float32 or (function := _function("fw_rotate_bf16")) is None:
+        return None
+    y_TNH = torch.empty_like(x_TNH)
+    tokens, heads, size = x_TNH.shape
+    function(x_TNH.data_ptr(), cos_11TH.data_ptr(), sin_11TH.data_ptr(), y_TNH.data_ptr(), tokens, heads, size // 2)
+    return y_TNH.transpose(0, 1)[None]
+
+
+def silu_mul(gate: Tensor, up: Tensor) -> Tensor | None:
+    """``silu(gate) · up``."""
+    if not _applies(gate, up) or gate.shape != up.shape or (function := _function("fw_silu_mul_bf16")) is None:
+        return None
+    y = torch.empty_like(gate)
+    function(gate.data_ptr(), up.data_ptr(), y.data_ptr(), gate.numel())
+    return y

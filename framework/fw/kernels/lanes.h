@@ -1,0 +1,57 @@
+// Sixteen numbers at once, in the compiler's own vectors: registers of whatever width the processor has.
+#pragma once
+#include <cstdint>
+#include <cstring>
+
+#include "bf16.h"
+
+constexpr int LANES = 16;
+typedef float Lane __attribute__((vector_size(LANES * sizeof(float))));
+typedef int32_t Bits __attribute__((vector_size(LANES * sizeof(int32_t))));
+typedef uint32_t Wide __attribute__((vector_size(LANES * sizeof(uint32_t))));
+typedef uint16_t Halves __attribute__((vector_size(LANES * sizeof(uint16_t))));
+
+static inline Lane loaded(const float* at) {
+    Lane value;
+    std::memcpy(&value, at, sizeof value);
+    return value;
+}
+
+static inline Lane loaded(const uint16_t* at) {
+    Halves halves;
+    std::memcpy(&halves, at, sizeof halves);
+    return (Lane)(__builtin_convertvector(halves, Wide) << 16);
+}
+
+static inline void stored(float* at, Lane value) { std::memcpy(at, &value, sizeof value); }
+
+// To the nearest, ties to even; not-a-number stays so.
+static inline void stored(uint16_t* at, Lane value) {
+    Wide bits = (Wide)value;
+    Wide rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    Halves halves = __builtin_convertvector(value == value ? rounded : ((bits >> 16) | 0x40), Halves);
+    std::memcpy(at, &halves, sizeof halves);
+}
+
+static inline float added_up(Lane x) {
+    x += __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7);
+    x += __builtin_shufflevector(x, x, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11);
+    x += __builtin_shufflevector(x, x, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13);
+    return x[0] + x[1];
+}
+
+// e^x for x of at most 88: 2^n · 2^f with a polynomial for 2^f, |f| ≤ 1/2, right to 3e-7 of the value.
+static inline Lane exponential(Lane x) {
+    x *= 1.44269504f;
+    x = x < -126.0f ? Lane{} - 126.0f : x;
+    Lane nearest = x < 0.0f ? x - 0.5f : x + 0.5f;
+    Bits whole = __builtin_convertvector(nearest, Bits);  // towards zero
+    Lane f = x - __builtin_convertvector(whole, Lane);
+    Lane p = 1.5403530e-4f * f + 1.3333558e-3f;
+    p = p * f + 9.6181291e-3f;
+    p = p * f + 5.5504109e-2f;
+    p = p * f + 2.4022651e-1f;
+    p = p * f + 6.9314718e-1f;
+    p = p * f + 1.0f;
+    return (Lane)((Bits)p + (whole << 23));
+}
