@@ -1,6 +1,7 @@
 """Norms, rotation and gates in one pass each, for a model that generates on the CPU in bfloat16.
 
-Each gives None where it does not apply: outside of ``torch.inference_mode()``, on other devices and dtypes, or without a compiler.
+Each gives None where it does not apply: outside of ``torch.inference_mode()``, within ``torch.compile``,
+on other devices and dtypes, or without a compiler.
 """
 
 from __future__ import annotations
@@ -33,8 +34,13 @@ def _function(name: str) -> Callable[..., None] | None:
     return found
 
 
+def _generating() -> bool:
+    # torch.compile cannot trace the question for the mode; it fuses these by itself.
+    return not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()
+
+
 def _applies(*tensors: Tensor) -> bool:
-    return torch.is_inference_mode_enabled() and all(
+    return _generating() and all(
         type(x) in _PLAIN and x.dtype == torch.bfloat16 and x.is_cpu and x.is_contiguous() for x in tensors
     )
 
@@ -51,7 +57,7 @@ def rms_norm(x_D: Tensor, weight_D: Tensor, eps: float, *, shifted: bool = False
 
 def rotate(x_1NTH: Tensor, cos_11TH: Tensor, sin_11TH: Tensor) -> Tensor | None:
     """Pairs ``(x_i, x_{i+H/2})`` turned, of one row of tokens; angles in fp32."""
-    if not torch.is_inference_mode_enabled() or len(x_1NTH) != 1 or not (cos_11TH.is_contiguous() and sin_11TH.is_contiguous()):
+    if not _generating() or len(x_1NTH) != 1 or not (cos_11TH.is_contiguous() and sin_11TH.is_contiguous()):
         return None
     x_TNH = x_1NTH[0].transpose(0, 1)
     if not _applies(x_TNH) or cos_11TH.dtype != torch.float32 or (function := _function("fw_rotate_bf16")) is None:
