@@ -20,7 +20,8 @@ from fw.inference.options import Sampling
 from fw.kinds.kv_cache import KVNeeds
 from fw.kinds.model import KVShape
 from fw_plugins.kv_cache.blocks import BlockPool
-from fw_plugins.kv_cache.paged import PagedCache
+from fw_plugins.kv_cache.in_blocks import CacheInBlocks
+from fw_plugins.kv_cache.keeping import Plain
 
 VOCABULARY = 40
 END = 2
@@ -40,7 +41,7 @@ def following(sequence: Sequence[int]) -> int:
 class Arithmetic:
     """In the place of a model's runner."""
 
-    def __init__(self, cache: PagedCache) -> None:
+    def __init__(self, cache: CacheInBlocks) -> None:
         self.cache = cache
         self.most = 0
         self.computed = 0
@@ -54,7 +55,7 @@ class Arithmetic:
         return [self._rows(piece) for piece in pieces]
 
     def _rows(self, piece: Piece) -> Tensor:
-        keys, values = (kept[0].unflatten(0, (-1, SIZE)) for kept in (self.cache._keys, self.cache._values))
+        keys, values = (kept[0].view(torch.float32) for kept in (self.cache._keys, self.cache._values))
         table = self.cache.pool.tables[piece.stretch.sequence]
         held = keys[table].flatten().long().tolist()[: piece.stretch.end]
         assert held == (-values[table]).flatten().long().tolist()[: piece.stretch.end]
@@ -68,8 +69,8 @@ class Crowd:
     """An engine, and what its requests must come to."""
 
     def __init__(self, blocks: int, **options: Any) -> None:
-        needs = KVNeeds([KVShape(1, 1)], torch.float32, torch.device("cpu"), 0, CONTEXT)
-        self.cache = PagedCache(needs, BlockPool(blocks, SIZE))
+        needs = KVNeeds([KVShape(1, 1)], torch.float32, torch.device("cpu"), 0, CONTEXT, CONTEXT)
+        self.cache = CacheInBlocks(needs, BlockPool(blocks, SIZE), Plain(torch.float32))
         self.runner = Arithmetic(self.cache)
         context = min(CONTEXT, self.cache.capacity)
         section = InferenceSection(**options)

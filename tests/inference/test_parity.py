@@ -7,7 +7,7 @@ import torch
 
 import fw
 import tokens
-from fw_plugins.kv_cache import paged
+from fw_plugins.kv_cache import in_blocks
 from models.architectures import CASES, VOCABULARY, save
 
 LENGTHS = (5, 1, 40, 17, 60, 2)
@@ -65,7 +65,7 @@ def expected(request, tmp_path_factory):
 def test_greedy_tokens_and_their_logprobs(expected, cache, monkeypatch):
     case, directory, theirs = expected
     if "operators" in cache:
-        monkeypatch.setattr(paged, "available", lambda *_: False)
+        monkeypatch.setattr(in_blocks, "available", lambda *_: False)
     for way, options in WAYS.items():
         if way == "little room":
             if case == "llama-dynamic":

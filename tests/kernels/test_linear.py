@@ -55,9 +55,9 @@ def test_no_compiler(monkeypatch, tmp_path):
     library.cache_clear()
     monkeypatch.setenv("FW_CACHE", str(tmp_path))
     monkeypatch.setenv("CXX", "/bin/false")
-    with pytest.raises(NotCompiled, match=r"/bin/false refuses linear\.cpp: it says nothing"):
-        library("linear")
+    with pytest.raises(NotCompiled, match=r"/bin/false refuses [a-z]+\.cpp: it says nothing"):
+        library()
     monkeypatch.setenv("FW_KERNELS", "off")
     with pytest.raises(NotCompiled, match="FW_KERNELS=off"):
-        library("linear")
+        library()
     library.cache_clear()

@@ -87,7 +87,6 @@ class Runner:
             return head(x_1TD[0, wanted]).float() if rows else x_1TD.new_empty(0, 0)
 
         self._cache.begin([piece.stretch for piece in pieces])
-        logits_RV = self._model(
-            torch.tensor([tokens], device=self._device), positions_BL=torch.tensor([at], device=self._device), readout=readout
-        )
+        ids_1T, positions_1T = (torch.tensor([these], device=self._device) for these in (tokens, at))
+        logits_RV = self._model(ids_1T, positions_BL=positions_1T, readout=readout)
         return list(logits_RV.split([len(piece.wanted) for piece in pieces]))

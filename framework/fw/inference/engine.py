@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import count
 
@@ -17,6 +18,7 @@ from fw.inference.sampling import choose
 from fw.inference.scheduler import Scheduler
 from fw.inference.sequence import Answer, FinishReason, Logprobs, Request
 from fw.inference.text import AnswerText
+from fw.kernels.threads import alone
 from fw.kinds.kv_cache import KVCache, Stretch
 from fw.tokenizer import Tokenizer
 
@@ -125,6 +127,7 @@ class Engine:
         vocab_size: of the model.
         ends: ids that end a text, for the model.
         reads: what a step reads, for :attr:`read_bytes`, their sum so far.
+        own_threads: the model's work is done by kernels of fw's own, so torch's threads rest meanwhile.
     """
 
     def __init__(
@@ -137,11 +140,13 @@ class Engine:
         vocab_size: int,
         ends: frozenset[int],
         reads: Reads,
+        own_threads: bool = False,
     ) -> None:
         self._runner, self._options, self._tokenizer = runner, options, tokenizer
         self.context, self._vocab_size, self._ends = context, vocab_size, ends
         self.scheduler = Scheduler(cache, options)
         self.reads, self.read_bytes = reads, 0
+        self._own_threads = own_threads
         self._requests: dict[str, Request] = {}
         self._texts: dict[int, AnswerText] = {}
         self._arrivals, self._numbers = count(), count()
@@ -193,6 +198,10 @@ class Engine:
 
     def step(self) -> tuple[list[Delta], list[Result]]:
         """Compute what there is room for; what came of it, and which requests have ended."""
+        with alone() if self._own_threads else nullcontext():
+            return self._step()
+
+    def _step(self) -> tuple[list[Delta], list[Result]]:
         taken = self.scheduler.step()
         if not taken:
             return [], []

@@ -69,8 +69,9 @@ def load(path: str | Path, recipe: InferenceRecipe, adapter: str | Path | None =
     context = _context(model, config, options.max_context)
     plugin = recipe.kv_cache
     token_bytes = plugin.token_bytes(model.kv_shapes, dtype)
-    budget = _budget(options.kv_budget, token_bytes * context * options.max_sequences, device)
-    cache = plugin.make(KVNeeds(model.kv_shapes, dtype, device, budget, context))
+    each = token_bytes * plugin.kept_tokens(context, options.prompt_share)
+    budget = _budget(options.kv_budget, each * options.max_sequences, device)
+    cache = plugin.make(KVNeeds(model.kv_shapes, dtype, device, budget, context, options.prompt_share))
     if cache.capacity < context:
         say(f"keys and values of {cache.capacity:,} tokens fit {format_size(budget)}, so no sequence may have more, instead of {context:,}")
         context = cache.capacity
@@ -79,9 +80,17 @@ def load(path: str | Path, recipe: InferenceRecipe, adapter: str | Path | None =
     tokenizer = _tokenizer(path, base)
     generation = _generation(base)
     reads = Reads(_read_by_each_step(model), token_bytes)
-    pack(model)
+    own_threads = pack(model) > 0
     engine = Engine(
-        Runner(model, cache, device), cache, options, tokenizer, context, model.vocab_size, _ends(config, generation, tokenizer), reads
+        Runner(model, cache, device),
+        cache,
+        options,
+        tokenizer,
+        context,
+        model.vocab_size,
+        _ends(config, generation, tokenizer),
+        reads,
+        own_threads,
     )
     chosen = {name: generation[name] for name in _CHOICE if generation.get(name) is not None} if generation.get("do_sample") else {}
     return Loaded(engine, tokenizer, model, Sampling(**chosen), budget, device)

@@ -1,75 +1,141 @@
-"""Attention of one query of each sequence to keys and values in blocks, which are read where they are."""
+"""Attention of tokens to keys and values in blocks, which are read where they are and as they are kept.
+
+What a token gets does not depend on which others are computed with it, to the last bit.
+"""
 
 from __future__ import annotations
 
 import ctypes
-import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from fw.kernels.build import NotCompiled, library
 
-_NAMES = {torch.float32: "fw_attend_f32", torch.bfloat16: "fw_attend_bf16"}
+Kind = Literal["fp32", "bf16", "int8", "int4"]
+_KINDS: dict[str, int] = {"fp32": 0, "bf16": 1, "int8": 2, "int4": 3}
+_COMPUTED = (torch.float32, torch.bfloat16)
 
 
-@functools.cache
-def _function(dtype: torch.dtype) -> Callable[..., None]:
-    function = getattr(library("attention"), _NAMES[dtype])
-    function.restype = None
-    function.argtypes = [ctypes.c_void_p] * 6 + [ctypes.c_long] * 7 + [ctypes.c_float] * 2
-    return function
+@dataclass(frozen=True)
+class Rows:
+    """How the keys or values of a head and a token are kept: a row of bytes.
+
+    Attributes:
+        kind: plain numbers, or codes with scales in bfloat16 behind them.
+        dim: numbers.
+        group: of how many codes each has scales; ``dim`` where there are none. For int8 a multiple of 16, or all; for int4 a divisor of
+            half of them.
+    """
+
+    kind: Kind
+    dim: int
+    group: int
+
+    @property
+    def bytes(self) -> int:
+        """Of a row: int8 has a scale for each group, int4 a step and a smallest number."""
+        groups = self.dim // self.group
+        return {"fp32": 4 * self.dim, "bf16": 2 * self.dim, "int8": self.dim + 2 * groups, "int4": self.dim // 2 + 4 * groups}[self.kind]
 
 
-def available(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether the kernel can be had for such keys and values on this machine."""
-    if dtype not in _NAMES or device.type != "cpu":
+_ATTEND = [ctypes.c_void_p] * 7 + [ctypes.c_long] * 12 + [ctypes.c_float] * 2
+_KEEP = [ctypes.c_void_p] * 3 + [ctypes.c_long] * 8
+_found: dict[str, Callable[..., None]] = {}
+
+
+def _function(name: str, arguments: Sequence[type]) -> Callable[..., None]:
+    if name not in _found:
+        function = getattr(library(), name)
+        function.restype, function.argtypes = None, arguments
+        _found[name] = function
+    return _found[name]
+
+
+def available(computed: torch.dtype, device: torch.device) -> bool:
+    """Whether the kernels can be had on this machine for queries, keys and values that are computed so."""
+    if computed not in _COMPUTED or device.type != "cpu":
         return False
     try:
-        _function(dtype)
+        library()
     except NotCompiled:
         return False
     return True
 
 
+def keep(x_TKH: Tensor, slots_T: Tensor, kept_CKSR: Tensor, rows: Rows) -> None:
+    """Write keys or values to their slots.
+
+    Args:
+        slots_T: int64; a slot's number is that of its block times S, and its place in the block.
+        kept_CKSR: C blocks, of S tokens each; ``rows.bytes`` bytes of each head and token.
+    """
+    x_TKH = x_TKH.contiguous()
+    tokens, heads, dim = x_TKH.shape
+    _function("fw_keep", _KEEP)(
+        x_TKH.data_ptr(),
+        slots_T.data_ptr(),
+        kept_CKSR.data_ptr(),
+        x_TKH.dtype == torch.bfloat16,
+        _KINDS[rows.kind],
+        tokens,
+        heads,
+        dim,
+        rows.group,
+        rows.bytes,
+        kept_CKSR.shape[2],
+    )
+
+
 def attend_blocks(
-    q_BNH: Tensor,
-    keys_SKH: Tensor,
-    values_SKH: Tensor,
+    q_TNH: Tensor,
+    keys_CKSR: Tensor,
+    values_CKSR: Tensor,
+    rows: Rows,
     tables_BM: Tensor,
+    starts_B: Tensor,
     lengths_B: Tensor,
     *,
-    block_size: int,
     window: int | None,
+    sinks: int = 0,
     scale: float,
     softcap: float | None,
 ) -> Tensor:
-    """``[B, N, H]`` of B queries, each the last position of its sequence.
+    """``[T, N, H]`` of the tokens of B sequences, which lie one behind another and are the last of their sequences.
 
     Args:
-        keys_SKH: of S slots, ``block_size`` of them a block; values likewise.
-        tables_BM: int32; blocks of each sequence, in order.
-        lengths_B: int32; positions of each sequence.
+        keys_CKSR: C blocks of S tokens each; values likewise.
+        tables_BM: int32; blocks of each sequence, in order. Blocks of positions that nobody sees may be any number.
+        starts_B: int32; position of each sequence's first token here; ``lengths_B`` how many there are.
+        sinks: positions from the first on that are seen in spite of the window.
     """
-    q_BNH = q_BNH.contiguous()
-    out_BNH = torch.empty_like(q_BNH)
-    sequences, heads, dim = q_BNH.shape
-    _function(q_BNH.dtype)(
-        q_BNH.data_ptr(),
-        keys_SKH.data_ptr(),
-        values_SKH.data_ptr(),
+    q_TNH = q_TNH.contiguous()
+    out_TNH = torch.empty_like(q_TNH)
+    _, heads, dim = q_TNH.shape
+    _function("fw_attend", _ATTEND)(
+        q_TNH.data_ptr(),
+        keys_CKSR.data_ptr(),
+        values_CKSR.data_ptr(),
         tables_BM.data_ptr(),
+        starts_B.data_ptr(),
         lengths_B.data_ptr(),
-        out_BNH.data_ptr(),
-        sequences,
+        out_TNH.data_ptr(),
+        q_TNH.dtype == torch.bfloat16,
+        _KINDS[rows.kind],
+        len(starts_B),
         heads,
-        keys_SKH.shape[1],
+        keys_CKSR.shape[1],
         dim,
-        block_size,
+        rows.group,
+        rows.bytes,
+        keys_CKSR.shape[2],
         tables_BM.shape[1],
         window or 0,
+        sinks,
         scale,
         softcap or 0.0,
     )
-    return out_BNH
+    return out_TNH

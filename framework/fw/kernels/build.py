@@ -1,4 +1,4 @@
-"""Compiling and loading what is written in C++. A library is made once for a source, a compiler and a processor, and kept."""
+"""Compiling and loading what is written in C++: one library, made once for its sources, a compiler and a processor, and kept."""
 
 from __future__ import annotations
 
@@ -11,10 +11,13 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import torch
+
 _HERE = Path(__file__).parent
-_FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-fPIC", "-shared", "-fno-math-errno", "-fno-trapping-math")
+_FLAGS = ("-O3", "-march=native", "-std=c++17", "-pthread", "-fPIC", "-fno-math-errno", "-fno-trapping-math")
 """Nothing that lets sums be taken in another order than written."""
 
 
@@ -23,8 +26,8 @@ class NotCompiled(Exception):
 
 
 @functools.cache
-def library(name: str, flags: Sequence[str] = ()) -> ctypes.CDLL:
-    """The functions of ``name.cpp``. The OpenMP they use is the one torch has loaded, so that their threads are the same.
+def library(flags: Sequence[str] = ()) -> ctypes.CDLL:
+    """All functions, which share their threads: as many as torch has now.
 
     Args:
         flags: further ones for the compiler.
@@ -37,32 +40,43 @@ def library(name: str, flags: Sequence[str] = ()) -> ctypes.CDLL:
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
         raise NotCompiled("no C++ compiler is there: install g++, or set CXX")
-    source = (_HERE / f"{name}.cpp").read_bytes()
-    headers = b"".join(file.read_bytes() for file in sorted(_HERE.glob("*.h")))
+    sources = sorted(_HERE.glob("*.cpp"))
+    text = b"".join(file.read_bytes() for file in [*sources, *sorted(_HERE.glob("*.h"))])
     every = [*_FLAGS, *flags]
     version = subprocess.run([compiler, "--version"], capture_output=True, check=False).stdout
-    told = b"\0".join([source, headers, version, " ".join(every).encode(), _processor()])
-    made = _kept_in() / f"{name}-{hashlib.sha256(told).hexdigest()[:16]}.so"
+    told = b"\0".join([text, version, " ".join(every).encode(), _processor()])
+    made = _kept_in() / f"fw-{hashlib.sha256(told).hexdigest()[:16]}.so"
     if not made.exists():
-        _compile(compiler, every, _HERE / f"{name}.cpp", made)
+        _compile(compiler, every, sources, made)
     try:
-        return ctypes.CDLL(str(made))
+        found = ctypes.CDLL(str(made))
     except OSError as error:
         raise NotCompiled(f"{made} cannot be loaded: {error}") from None
+    found.fw_threads(ctypes.c_long(torch.get_num_threads()))
+    return found
 
 
-def _compile(compiler: str, flags: Sequence[str], source: Path, made: Path) -> None:
+def _compile(compiler: str, flags: Sequence[str], sources: Sequence[Path], made: Path) -> None:
     """Under another name first: who compiles at the same time finds it whole or not at all."""
     try:
         made.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=made.parent) as place:
             out = Path(place) / made.name
-            found = subprocess.run([compiler, *flags, str(source), "-o", str(out)], capture_output=True, text=True, check=False)
-            if found.returncode:
-                raise NotCompiled(f"{compiler} refuses {source.name}: {(found.stderr.strip() or 'it says nothing').splitlines()[0]}")
+            objects = [Path(place) / f"{source.stem}.o" for source in sources]
+            commands = [[compiler, *flags, "-c", str(source), "-o", str(to)] for source, to in zip(sources, objects, strict=True)]
+            with ThreadPoolExecutor() as at_once:
+                list(at_once.map(_run, commands))
+            _run([compiler, *flags, "-shared", *map(str, objects), "-o", str(out)])
             out.replace(made)
     except OSError as error:
         raise NotCompiled(f"{made.parent} cannot be written: {error.strerror}") from None
+
+
+def _run(command: Sequence[str]) -> None:
+    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    if found.returncode:
+        of = next((Path(word).name for word in command if word.endswith(".cpp")), "the objects")
+        raise NotCompiled(f"{command[0]} refuses {of}: {(found.stderr.strip() or 'it says nothing').splitlines()[0]}")
 
 
 def _kept_in() -> Path:

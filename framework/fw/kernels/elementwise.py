@@ -27,7 +27,7 @@ _ARGUMENTS = {
 @functools.cache
 def _function(name: str) -> Callable[..., None] | None:
     try:
-        found = getattr(library("elementwise"), name)
+        found = getattr(library(), name)
     except NotCompiled:
         return None
     found.restype, found.argtypes = None, _ARGUMENTS[name]
@@ -40,9 +40,7 @@ def _generating() -> bool:
 
 
 def _applies(*tensors: Tensor) -> bool:
-    return _generating() and all(
-        type(x) in _PLAIN and x.dtype == torch.bfloat16 and x.is_cpu and x.is_contiguous() for x in tensors
-    )
+    return _generating() and all(type(x) in _PLAIN and x.dtype == torch.bfloat16 and x.is_cpu and x.is_contiguous() for x in tensors)
 
 
 def rms_norm(x_D: Tensor, weight_D: Tensor, eps: float, *, shifted: bool = False) -> Tensor | None:

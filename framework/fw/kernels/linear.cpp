@@ -4,15 +4,16 @@
 // register has two neighbours in K. Each output is one sum over K in the same order whatever the number of rows: a row's result does not
 // depend on its company.
 #include <immintrin.h>
-#include <omp.h>
 
 #include <algorithm>
 
 #include "bf16.h"
+#include "pool.h"
 
 namespace {
 
 constexpr int PANEL = 32;
+constexpr long PIECE = 1 << 17;  // bytes of weights that a thread takes at once
 
 #if defined(__AVX512BF16__)
 
@@ -82,15 +83,14 @@ void rows_left(int rows, const uint16_t* x, long xs, const uint16_t* panel, cons
 }  // namespace
 
 // x [rows, inputs] bf16, packed as above, bias [outputs] fp32 or null, y [rows, outputs] bf16; inputs even.
-extern "C" void fw_linear_bf16(const uint16_t* x, const uint16_t* packed, const float* bias, uint16_t* y, long rows, long inputs, long outputs) {
+extern "C" void fw_linear_bf16(const uint16_t* x, const uint16_t* packed, const float* bias, uint16_t* y, long rows, long inputs,
+                               long outputs) {
     const long k2 = inputs / 2, panels = (outputs + PANEL - 1) / PANEL;
-#pragma omp parallel
-    {
-        const long threads = omp_get_num_threads(), me = omp_get_thread_num();
-        const long begin = panels * me / threads, end = panels * (me + 1) / threads;
+    const long together = std::max<long>(1, PIECE / (PANEL * inputs * 2));  // panels
+    pool::each((panels + together - 1) / together, [=](long piece) {
         // Rows are taken in tiles of equal size, so many that a panel, which stays in the cache, is used for all of them before the next.
         const long tiles = (rows + MOST - 1) / MOST;
-        for (long p = begin; p < end; p++) {
+        for (long p = piece * together; p < std::min(panels, (piece + 1) * together); p++) {
             const uint16_t* panel = packed + p * PANEL * inputs;
             const int columns = int(std::min<long>(PANEL, outputs - p * PANEL));
             for (long t = 0; t < tiles; t++) {
@@ -99,5 +99,5 @@ extern "C" void fw_linear_bf16(const uint16_t* x, const uint16_t* packed, const 
                                 y + from * outputs + p * PANEL, outputs, k2, columns);
             }
         }
-    }
+    });
 }

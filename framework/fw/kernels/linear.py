@@ -26,7 +26,7 @@ def function(flags: Sequence[str] = ()) -> Callable[..., None]:
     Raises:
         NotCompiled: with the reason.
     """
-    found = library("linear", flags).fw_linear_bf16
+    found = library(flags).fw_linear_bf16
     found.restype = None
     found.argtypes = [ctypes.c_void_p] * 4 + [ctypes.c_long] * 3
     return found

@@ -40,6 +40,7 @@ class KVNeeds:
         dtype: that the model computes keys and values in.
         budget_bytes: that it may take.
         longest: tokens of the longest sequence there will be.
+        step_tokens: most that a step computes of one sequence.
     """
 
     shapes: Sequence[KVShape]
@@ -47,6 +48,7 @@ class KVNeeds:
     device: torch.device
     budget_bytes: int
     longest: int
+    step_tokens: int
 
 
 class KVCache(ABC):
@@ -117,7 +119,11 @@ class KVCachePlugin(Plugin):
 
     @abstractmethod
     def token_bytes(self, shapes: Sequence[KVShape], dtype: torch.dtype) -> float:
-        """What a token takes over all blocks, where sequences are long."""
+        """What a token that is kept takes over all blocks of the model."""
+
+    def kept_tokens(self, tokens: int, step_tokens: int) -> int:
+        """How many tokens are kept at most of a sequence of so many, of which a step computes no more than ``step_tokens``."""
+        return tokens
 
     @abstractmethod
     def make(self, needs: KVNeeds) -> KVCache:

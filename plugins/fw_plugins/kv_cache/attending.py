@@ -1,7 +1,7 @@
 """Attention of a few queries to many keys, in torch's operators.
 
-L keys, of positions one behind another; Q queries, of the last Q of these; B sequences, each with one query. N query heads, K key and
-value heads, which are never repeated in memory, H head dimension.
+L keys; Q queries; B sequences, each with one query. N query heads, K key and value heads, which are never repeated in memory, H head
+dimension.
 """
 
 from __future__ import annotations
@@ -11,20 +11,33 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def attend(q_QNH: Tensor, k_LKH: Tensor, v_LKH: Tensor, *, window: int | None, scale: float, softcap: float | None = None) -> Tensor:
-    """``[Q, N, H]``: each query sees the keys up to its own, and of these no more than ``window``."""
+def attend(
+    q_QNH: Tensor,
+    k_LKH: Tensor,
+    v_LKH: Tensor,
+    *,
+    window: int | None,
+    scale: float,
+    softcap: float | None = None,
+    sinks: int = 0,
+    positions_L: Tensor | None = None,
+) -> Tensor:
+    """``[Q, N, H]``: each query sees the keys up to its own, and of these the last ``window`` and those of the first ``sinks`` positions.
+
+    Args:
+        q_QNH: of the positions of the last Q keys.
+        positions_L: of the keys; None where they are one behind another.
+    """
     queries, keys = len(q_QNH), len(k_LKH)
+    if positions_L is None:
+        positions_L = torch.arange(keys, device=q_QNH.device)
+    seen_QL = _seen(positions_L[-queries:], positions_L, window, sinks)
     if queries == 1:  # for which a fused kernel with query heads in groups is slow
-        seen_1L = torch.ones(1, keys, dtype=torch.bool, device=q_QNH.device)
-        if window is not None:
-            seen_1L[:, : max(0, keys - window)] = False
-        return attend_to_all(q_QNH, k_LKH[None], v_LKH[None], seen_1L, scale=scale, softcap=softcap)
+        return attend_to_all(q_QNH, k_LKH[None], v_LKH[None], seen_QL, scale=scale, softcap=softcap)
     whole = window is None or window >= keys
     q_NQH, k_KLH, v_KLH = (x.transpose(0, 1) for x in (q_QNH, k_LKH, v_LKH))
     if whole and softcap is None and queries == keys:
         return _sdpa(q_NQH, k_KLH, v_KLH, None, True, scale)
-    behind_QL = torch.arange(keys - queries, keys, device=q_QNH.device)[:, None] - torch.arange(keys, device=q_QNH.device)
-    seen_QL = behind_QL >= 0 if window is None else (behind_QL >= 0) & (behind_QL < window)
     if softcap is None:
         return _sdpa(q_NQH, k_KLH, v_KLH, seen_QL, False, scale)
     groups = len(k_KLH)
@@ -32,6 +45,13 @@ def attend(q_QNH: Tensor, k_LKH: Tensor, v_LKH: Tensor, *, window: int | None, s
     scores_KGQL = softcap * torch.tanh(q_KGQH @ k_KLH[:, None].transpose(-1, -2) * (scale / softcap))
     weights_KGQL = scores_KGQL.float().masked_fill(~seen_QL, -torch.inf).softmax(-1).to(v_KLH.dtype)
     return (weights_KGQL @ v_KLH[:, None]).flatten(0, 1).transpose(0, 1)
+
+
+def _seen(of_Q: Tensor, positions_L: Tensor, window: int | None, sinks: int) -> Tensor:
+    behind_QL = of_Q[:, None] - positions_L
+    if window is None:
+        return behind_QL >= 0
+    return (behind_QL >= 0) & ((behind_QL < window) | (positions_L < sinks))
 
 
 def _sdpa(q_NQH: Tensor, k_KLH: Tensor, v_KLH: Tensor, seen_QL: Tensor | None, causal: bool, scale: float) -> Tensor:

@@ -13,6 +13,9 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+LEFT = -1
+"""In a table: a block that its sequence needs no more."""
+
 
 @dataclass(frozen=True)
 class _Content:
@@ -83,17 +86,28 @@ class BlockPool:
         table += [self._take() for _ in range(more)]
         return copies
 
+    def trim(self, sequence: int, first: int, since: int) -> None:
+        """Leave the blocks of positions from ``first`` on and before ``since`` that have no others; for sequences that share nothing by
+        content."""
+        table = self.tables.get(sequence, [])
+        for at in range(self.blocks_for(first), min(len(table), max(0, since) // self.size)):
+            if table[at] != LEFT:
+                self._leave(table[at])
+                table[at] = LEFT
+
     def release(self, sequence: int) -> None:
         """Its blocks are nobody's, but where others have them too; last ones first, since those before them are found without them."""
         self._chains.pop(sequence, None)
         for block in reversed(self.tables.pop(sequence, [])):
-            self._leave(block)
+            if block != LEFT:
+                self._leave(block)
 
     def fork(self, source: int, target: int, length: int) -> None:
         """``target`` has the blocks of the first ``length`` tokens, too."""
         shared = self.tables[source][: self.blocks_for(length)]
         for block in shared:
-            self._holders[block] += 1
+            if block != LEFT:
+                self._holders[block] += 1
         self.tables[target] = list(shared)
         self._chains[target] = self._chains.get(source, [])[: length // self.size]
 
@@ -158,7 +172,8 @@ class BlockPool:
         held = [0] * self.count
         for table in self.tables.values():
             for block in table:
-                held[block] += 1
+                if block != LEFT:
+                    held[block] += 1
         assert held == self._holders, "holders are not who has it"
         free, left = set(self._free), set(self._left)
         assert len(free) == len(self._free) and not free & left, "a block is free twice"

@@ -21,14 +21,14 @@ class Contiguous(KVCachePlugin):
 
     def token_bytes(self, shapes: Sequence[KVShape], dtype: torch.dtype) -> float:
         """Keys and values."""
-        return kept_bytes(shapes, dtype)
+        return _token_bytes(shapes, dtype)
 
     def make(self, needs: KVNeeds) -> KVCache:
         """Takes nothing yet."""
         return _ContiguousCache(needs)
 
 
-def kept_bytes(shapes: Sequence[KVShape], dtype: torch.dtype) -> int:
+def _token_bytes(shapes: Sequence[KVShape], dtype: torch.dtype) -> int:
     """Of a token, over all blocks."""
     return sum(2 * shape.heads * shape.head_dim for shape in shapes) * dtype.itemsize
 
@@ -36,7 +36,7 @@ def kept_bytes(shapes: Sequence[KVShape], dtype: torch.dtype) -> int:
 class _ContiguousCache(KVCache):
     def __init__(self, needs: KVNeeds) -> None:
         self._needs = needs
-        self._most = int(needs.budget_bytes // kept_bytes(needs.shapes, needs.dtype))
+        self._most = int(needs.budget_bytes // _token_bytes(needs.shapes, needs.dtype))
         if self._most < 1:
             raise UserError(f"inference.kv_budget: {needs.budget_bytes} bytes hold no token")
         self._room: dict[int, int] = {}
@@ -53,7 +53,7 @@ class _ContiguousCache(KVCache):
     @property
     def live_bytes(self) -> int:
         """Room, whether it is used or not."""
-        return sum(self._room.values()) * kept_bytes(self._needs.shapes, self._needs.dtype)
+        return sum(self._room.values()) * _token_bytes(self._needs.shapes, self._needs.dtype)
 
     def reserve(self, sequence: int, start: int, end: int) -> bool:
         """A quarter more than was there, where that fits."""

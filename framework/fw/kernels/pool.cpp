@@ -1,0 +1,135 @@
+// The caller works too, and never waits for a thread that has not begun: beside other programs, whose turn may last milliseconds, a thread
+// that is not running costs its share of the speed and not a turn for every piece of work. Who has nothing to do looks out for work for a
+// moment, since the next piece mostly follows at once, and sleeps then.
+#include "pool.h"
+
+#include <pthread.h>
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <mutex>
+#include <thread>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace {
+
+constexpr auto LOOKOUT = std::chrono::microseconds(200);
+constexpr uint64_t CLOSED = 0xffffffff;
+
+inline void breathe() {
+#if defined(__x86_64__)
+    _mm_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");
+#endif
+}
+
+// Whether `here` came true within a moment.
+template <typename F>
+bool soon(F&& here) {
+    const auto end = std::chrono::steady_clock::now() + LOOKOUT;
+    do {
+        for (int i = 0; i < 32; i++) {
+            if (here()) return true;
+            breathe();
+        }
+    } while (std::chrono::steady_clock::now() < end);
+    return false;
+}
+
+struct Pool {
+    std::mutex used;  // by one caller at a time
+    std::atomic<long> threads{1};
+    long started = 1;  // the caller itself
+
+    // The number of a job, and which of its pieces is next. A piece is taken by counting it up: who has read what belongs to another job
+    // finds another number there and takes nothing.
+    std::atomic<uint64_t> turn{CLOSED};
+    std::atomic<uint64_t> count{0};
+    std::atomic<void*> of{nullptr};
+    std::atomic<void (*)(void*, long)> piece{nullptr};
+    std::atomic<uint64_t> done{0};
+
+    std::mutex asleep;
+    std::condition_variable work, ready;
+    std::atomic<long> sleeping{0};
+    std::atomic<bool> awaited{false};
+
+    bool open() const { return (turn.load() & CLOSED) < count.load(); }
+
+    void take() {
+        uint64_t now = turn.load();
+        while ((now & CLOSED) < count.load()) {
+            auto* what = piece.load();
+            auto* with = of.load();
+            if (!turn.compare_exchange_weak(now, now + 1)) continue;
+            what(with, long(now & CLOSED));
+            // Everything of this job stays as it is until its last piece is done.
+            if (done.fetch_add(1) + 1 == count.load() && awaited.load()) {
+                std::lock_guard<std::mutex> lock(asleep);
+                ready.notify_one();
+            }
+            now = turn.load();
+        }
+    }
+
+    void serve(long number) {
+        for (;;) {
+            if (number < threads.load()) {
+                take();
+                if (soon([&] { return open(); })) continue;
+            }
+            std::unique_lock<std::mutex> lock(asleep);
+            sleeping.fetch_add(1);
+            work.wait(lock, [&] { return number < threads.load() && open(); });
+            sleeping.fetch_sub(1);
+        }
+    }
+
+    void run(uint64_t pieces, void* with, void (*what)(void*, long)) {
+        for (; started < threads.load(); started++) std::thread([this, number = started] { serve(number); }).detach();
+        const uint64_t job = (turn.load() >> 32) + 1;
+        turn.store(job << 32 | CLOSED);
+        count.store(pieces);
+        of.store(with);
+        piece.store(what);
+        done.store(0);
+        turn.store(job << 32);
+        if (sleeping.load()) {
+            {
+                std::lock_guard<std::mutex> lock(asleep);
+            }
+            work.notify_all();
+        }
+        take();
+        auto all = [&] { return done.load() == pieces; };
+        if (soon(all)) return;
+        std::unique_lock<std::mutex> lock(asleep);
+        awaited.store(true);
+        ready.wait(lock, all);
+        awaited.store(false);
+    }
+};
+
+// Never taken down: its threads may outlast everything else. A child of fork() has none of them, and begins anew.
+Pool* the_pool = new Pool;
+const int at_fork = pthread_atfork(nullptr, nullptr, [] {
+    const long threads = the_pool->threads.load();
+    the_pool = new Pool;
+    the_pool->threads.store(threads);
+});
+
+}  // namespace
+
+void pool::in_pieces(long count, void* of, void (*piece)(void* of, long number)) {
+    std::unique_lock<std::mutex> alone(the_pool->used, std::defer_lock);
+    if (count > 1 && the_pool->threads.load() > 1 && alone.try_lock()) return the_pool->run(uint64_t(count), of, piece);
+    for (long number = 0; number < count; number++) piece(of, number);
+}
+
+// How many work from now on, the caller included.
+extern "C" void fw_threads(long count) { the_pool->threads.store(count); }

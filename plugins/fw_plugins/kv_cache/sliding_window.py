@@ -1,0 +1,56 @@
+"""Keys and values of the last tokens and of a few first ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from fw.errors import UserError
+from fw.kinds.kv_cache import KVCache, KVCachePlugin, KVNeeds
+from fw.kinds.model import KVShape
+from fw_plugins.kv_cache.in_blocks import Bounds, CacheInBlocks
+from fw_plugins.kv_cache.keeping import Plain
+from fw_plugins.kv_cache.paged import pool_for
+
+
+@dataclass
+class SlidingWindowConfig:
+    """What is kept."""
+
+    window: int = 1024
+    """The last so many tokens."""
+    sinks: int = 4
+    """And the first so many, which attention leans on (Xiao et al. 2023, https://arxiv.org/abs/2309.17453)."""
+    block_size: int = 16
+    """Tokens of a block, which is left as a whole."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("window", 1), ("sinks", 0), ("block_size", 1)):
+            if getattr(self, name) < least:
+                raise UserError(f"kv_cache.{name}: {getattr(self, name)} is too small; the least is {least}")
+
+
+class SlidingWindow(KVCachePlugin):
+    """Keys and values of the last tokens and a few first ones: a long sequence in bounded memory, which forgets what is between."""
+
+    Config = SlidingWindowConfig
+    lossless = False
+
+    @property
+    def _bounds(self) -> Bounds:
+        return Bounds(self.config.window, self.config.sinks)
+
+    def token_bytes(self, shapes: Sequence[KVShape], dtype: torch.dtype) -> float:
+        """Of one that is kept."""
+        return sum(Plain(dtype).token_bytes(shape) for shape in shapes)
+
+    def kept_tokens(self, tokens: int, step_tokens: int) -> int:
+        """No more than window, sinks and what a step adds."""
+        return min(tokens, CacheInBlocks.most_kept(self._bounds, step_tokens, self.config.block_size))
+
+    def make(self, needs: KVNeeds) -> KVCache:
+        """Its memory is taken as blocks are used. Beginnings are not shared: what a token is computed from is not all kept."""
+        keeping = Plain(needs.dtype)
+        return CacheInBlocks(needs, pool_for(needs, keeping, self.config.block_size, False), keeping, self._bounds)

@@ -1,0 +1,76 @@
+"""Threads that kernels share: whatever their number, and whoever calls, each piece is done once."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from fw.kernels import linear
+from fw.kernels.build import NotCompiled, library
+from fw.kernels.threads import alone
+
+
+@pytest.fixture
+def threads():
+    try:
+        given = library().fw_threads
+    except NotCompiled as reason:
+        pytest.skip(str(reason))
+    yield lambda count: given(ctypes.c_long(count))
+    given(ctypes.c_long(torch.get_num_threads()))
+
+
+@pytest.fixture
+def layer():
+    torch.manual_seed(0)
+    return linear.PackedLinear(torch.nn.Linear(512, 4096, bias=False).bfloat16().requires_grad_(False))
+
+
+def test_any_number_of_threads(threads, layer):
+    x = torch.randn(5, 512).bfloat16()
+    threads(1)
+    right = layer(x)
+    for count in (2, 9, 3, 1, 4):
+        threads(count)
+        for _ in range(200):
+            assert torch.equal(layer(x), right)
+
+
+def test_several_callers_at_once(threads, layer):
+    threads(3)
+    xs = torch.randn(6, 40, 512).bfloat16()
+    right = [layer(x) for x in xs]
+
+    def often(number: int) -> bool:
+        return all(torch.equal(layer(xs[number]), right[number]) for _ in range(100))
+
+    with ThreadPoolExecutor(6) as callers:
+        assert all(callers.map(often, range(6)))
+
+
+def test_a_child_has_threads_of_its_own(threads, layer):
+    threads(2)
+    x = torch.randn(5, 512).bfloat16()
+    right = layer(x)
+    child = os.fork()
+    if not child:
+        os._exit(0 if all(torch.equal(layer(x), right) for _ in range(50)) else 3)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert torch.equal(layer(x), right)
+
+
+def test_torch_works_alone():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with alone():
+            assert torch.get_num_threads() == 1
+            with ThreadPoolExecutor(1) as other:
+                assert other.submit(torch.get_num_threads).result() == 2
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
