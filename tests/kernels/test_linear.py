@@ -15,10 +15,11 @@ ANY_PROCESSOR = ("-mno-avx512f", "-mno-avx512bf16") if torch.backends.cpu.get_cp
 @pytest.fixture(params=[(), ANY_PROCESSOR], ids=["this processor", "any processor"])
 def kernel(request, monkeypatch):
     try:
-        found = linear.function(request.param)
+        library(request.param)
     except NotCompiled as reason:
         pytest.skip(str(reason))
-    monkeypatch.setattr(linear, "function", lambda: found)
+    compiled = linear.function
+    monkeypatch.setattr(linear, "function", lambda: compiled(request.param))
 
 
 def layer(outputs: int, inputs: int, bias: bool) -> torch.nn.Linear:
@@ -42,10 +43,40 @@ def test_products(kernel, outputs, inputs, bias):
     assert packed(torch.randn(2, 3, 2 * inputs).bfloat16()[..., ::2]).shape == (2, 3, outputs), "also of what is not contiguous"
 
 
+@pytest.mark.parametrize("outputs, inputs", [(32, 2), (96, 64), (33, 50), (1, 130), (257, 1024)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_products_of_codes(kernel, outputs, inputs, bias):
+    """Against the same codes multiplied in fp64."""
+    of = layer(outputs, inputs, bias)
+    if outputs > 2:
+        of.weight[1] = 0
+    scale = of.weight.float().abs().amax(1, keepdim=True) / 127
+    codes = (of.weight.float() / scale).nan_to_num().round()
+    weight = codes.double() * scale.double()
+    assert (weight - of.weight.double()).abs().amax() <= scale.amax() * 0.501
+    for made, whole in ((linear.Int8Linear, False), (linear.W8A8Linear, True)):
+        packed = made(of)
+        assert packed.weight_bytes == packed.packed.numel() + 4 * outputs * (1 + whole)
+        for rows in (1, 2, 3, 7, 12, 13, 25, 130):
+            x = torch.randn(rows, inputs).bfloat16()
+            x[rows // 2] *= rows == 1
+            seen = x.double()
+            if whole:
+                step = x.float().abs().amax(1, keepdim=True) / 127
+                seen = (x.float() * torch.where(step > 0, 1 / step, 0)).round().double() * step.double()
+            expected = F.linear(seen, weight, of.bias.double() if bias else None)
+            found = packed(x)
+            torch.testing.assert_close(found.double(), expected, rtol=2**-8, atol=(0.02 if whole else 1e-5) * inputs**0.5)
+            off = (found.double() - expected).norm() / expected.norm()
+            assert off < 0.004, "codes that lie between two are rare"
+            each = torch.cat([packed(x[row : row + 1]) for row in range(rows)])
+            assert torch.equal(found, each), "a row alone, and beside others"
+
+
 def test_what_is_packed():
-    assert linear.PackedLinear.takes(layer(4, 6, True))
+    assert linear.takes(layer(4, 6, True))
     for other in (layer(4, 5, True), layer(4, 6, True).float(), torch.nn.Bilinear(2, 2, 2), torch.nn.Embedding(3, 4).bfloat16()):
-        assert not linear.PackedLinear.takes(other)
+        assert not linear.takes(other)
     weight = torch.arange(12.0).view(2, 6).bfloat16()
     packed = linear.packed(weight)
     assert packed.shape == (1, 3, 32, 2) and packed[0, 1, 1].tolist() == [8.0, 9.0] and not packed[:, :, 2:].any()

@@ -15,6 +15,9 @@ class InferenceSection:
 
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """Of weights, and of what is computed. `auto`: as the files are; weights take 4 bytes each in fp32, 2 in bf16 and fp16."""
+    weights: Literal["auto", "int8_weight_only", "w8a8"] = "auto"
+    """How linear layers in bf16 on the CPU keep theirs. int8_weight_only: 8 bits and a scale for each output, half of the memory. w8a8: so,
+    and activations become 8 bits for each token as well, which is fastest and loses more. `auto`: as they are."""
     device: str = "auto"
     """That the model computes on: cpu, cuda, cuda:1; `auto` for a GPU where there is one."""
     kv_budget: str = ""

@@ -111,7 +111,7 @@ class Reads:
     """What a step reads: of weights in any case, and of keys and values for each token that another one sees.
 
     Attributes:
-        step_bytes: 0 where it depends on the tokens.
+        step_bytes: 0 where tokens take different weights.
     """
 
     step_bytes: int

@@ -16,6 +16,7 @@ from fw.inference.cached import Runner, ThroughCache
 from fw.inference.engine import Engine, Reads
 from fw.inference.options import Sampling
 from fw.inference.packing import pack
+from fw.kernels.linear import PackedLinear
 from fw.kinds.kv_cache import KVNeeds
 from fw.kinds.model import CausalLM
 from fw.locate import ADAPTER_CONFIG, CONFIG, find, inside
@@ -79,8 +80,9 @@ def load(path: str | Path, recipe: InferenceRecipe, adapter: str | Path | None =
         raise UserError(f"inference.kv_budget: {format_size(budget)} hold {context} token, and a prompt and its answer are two at least")
     tokenizer = _tokenizer(path, base)
     generation = _generation(base)
-    reads = Reads(_read_by_each_step(model), token_bytes)
-    own_threads = pack(model) > 0
+    all_read = model.active_parameters() == sum(parameter.numel() for parameter in model.parameters())
+    own_threads = pack(model, options.weights) > 0
+    reads = Reads(_read_by_each_step(model) if all_read else 0, token_bytes)
     engine = Engine(
         Runner(model, cache, device),
         cache,
@@ -97,11 +99,10 @@ def load(path: str | Path, recipe: InferenceRecipe, adapter: str | Path | None =
 
 
 def _read_by_each_step(model: CausalLM) -> int:
-    """Bytes of all weights but those that are looked up; 0 for a model of which tokens take different ones."""
-    if model.active_parameters() < sum(parameter.numel() for parameter in model.parameters()):
-        return 0
+    """Bytes of all weights but those that are looked up."""
     looked_up = {id(model.own_embedding.weight)} if model.own_embedding is not None else set()
-    return sum(parameter.nbytes for parameter in model.parameters() if id(parameter) not in looked_up)
+    packed = sum(module.weight_bytes for module in model.modules() if isinstance(module, PackedLinear))
+    return packed + sum(parameter.nbytes for parameter in model.parameters() if id(parameter) not in looked_up)
 
 
 def _device(wanted: str) -> torch.device:

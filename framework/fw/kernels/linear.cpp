@@ -1,4 +1,5 @@
-// y = x Wᵀ + b for few rows, where reading W is what takes time, and for many, where the products are.
+// y = x Wᵀ + b, W in bfloat16 or in codes of 8 bits, for few rows, where reading W is what takes time, and for many, where the products
+// are.
 //
 // W [N, K] lies in panels of 32 rows of W: [N/32, K/2, 32, 2], so that a step over K reads 128 bytes one behind another, and each lane of a
 // register has two neighbours in K. Each output is one sum over K in the same order whatever the number of rows: a row's result does not
@@ -6,6 +7,8 @@
 #include <immintrin.h>
 
 #include <algorithm>
+#include <cmath>
+#include <vector>
 
 #include "bf16.h"
 #include "pool.h"
@@ -26,7 +29,8 @@ inline __m512bh repeated(const uint16_t* at) {
 }
 
 template <int ROWS>
-void tile(const uint16_t* x, long x_stride, const uint16_t* panel, const float* bias, uint16_t* y, long y_stride, long k2, int columns) {
+void tile(const uint16_t* x, long x_stride, const uint16_t* panel, const float* scale, const float* bias, uint16_t* y, long y_stride,
+          long k2, int columns) {
     __m512 low[ROWS], high[ROWS];
     for (int r = 0; r < ROWS; r++) low[r] = high[r] = _mm512_setzero_ps();
     for (long k = 0; k < k2; k++) {
@@ -44,7 +48,7 @@ void tile(const uint16_t* x, long x_stride, const uint16_t* panel, const float* 
         alignas(64) float sums[PANEL];
         _mm512_store_ps(sums, low[r]);
         _mm512_store_ps(sums + 16, high[r]);
-        for (int n = 0; n < columns; n++) put(y + r * y_stride + n, sums[n] + (bias ? bias[n] : 0.0f));
+        for (int n = 0; n < columns; n++) put(y + r * y_stride + n, (scale ? sums[n] * scale[n] : sums[n]) + (bias ? bias[n] : 0.0f));
     }
 }
 constexpr int MOST = 12;
@@ -52,7 +56,8 @@ constexpr int MOST = 12;
 #else
 
 template <int ROWS>
-void tile(const uint16_t* x, long x_stride, const uint16_t* panel, const float* bias, uint16_t* y, long y_stride, long k2, int columns) {
+void tile(const uint16_t* x, long x_stride, const uint16_t* panel, const float* scale, const float* bias, uint16_t* y, long y_stride,
+          long k2, int columns) {
     float sums[ROWS][PANEL] = {};
     for (long k = 0; k < k2; k++) {
         const uint16_t* w = panel + k * PANEL * 2;
@@ -64,40 +69,177 @@ void tile(const uint16_t* x, long x_stride, const uint16_t* panel, const float* 
         }
     }
     for (int r = 0; r < ROWS; r++)
-        for (int n = 0; n < columns; n++) put(y + r * y_stride + n, sums[r][n] + (bias ? bias[n] : 0.0f));
+        for (int n = 0; n < columns; n++) put(y + r * y_stride + n, (scale ? sums[r][n] * scale[n] : sums[r][n]) + (bias ? bias[n] : 0.0f));
 }
 constexpr int MOST = 4;
 
 #endif
 
 template <int ROWS>
-void rows_left(int rows, const uint16_t* x, long xs, const uint16_t* panel, const float* bias, uint16_t* y, long ys, long k2, int columns) {
+void rows_left(int rows, const uint16_t* x, long xs, const uint16_t* panel, const float* scale, const float* bias, uint16_t* y, long ys,
+               long k2, int columns) {
     if constexpr (ROWS > 0) {
         if (rows == ROWS)
-            tile<ROWS>(x, xs, panel, bias, y, ys, k2, columns);
+            tile<ROWS>(x, xs, panel, scale, bias, y, ys, k2, columns);
         else
-            rows_left<ROWS - 1>(rows, x, xs, panel, bias, y, ys, k2, columns);
+            rows_left<ROWS - 1>(rows, x, xs, panel, scale, bias, y, ys, k2, columns);
     }
+}
+
+// All rows against one panel, in tiles of equal size: the panel, which stays in the cache, is used for all of them before the next.
+void against(const uint16_t* x, const uint16_t* panel, const float* scale, const float* bias, uint16_t* y, long rows, long inputs,
+             long outputs, int columns) {
+    const long tiles = (rows + MOST - 1) / MOST;
+    for (long t = 0; t < tiles; t++) {
+        const long from = rows * t / tiles, to = rows * (t + 1) / tiles;
+        rows_left<MOST>(int(to - from), x + from * inputs, inputs, panel, scale, bias, y + from * outputs, outputs, inputs / 2, columns);
+    }
+}
+
+// A layer as fw/kernels/linear.py describes it; what it has not is null.
+struct Layer {
+    const void* packed;
+    const float* scale;
+    const int32_t* sums;
+    const float* bias;
+    uint16_t* y;
+    long outputs;
+};
+
+// f(layer, panel, its columns) of all panels of all layers, each panel of so many bytes, in pieces.
+template <typename F>
+void each_panel(const Layer* layers, long count, long panel_bytes, F&& f) {
+    struct Part {
+        long layer, begin, end;
+    };
+    std::vector<Part> parts;
+    const long together = std::max<long>(1, PIECE / panel_bytes);
+    for (long l = 0; l < count; l++) {
+        const long panels = (layers[l].outputs + PANEL - 1) / PANEL;
+        for (long p = 0; p < panels; p += together) parts.push_back({l, p, std::min(panels, p + together)});
+    }
+    pool::each(long(parts.size()), [&](long i) {
+        const Layer& layer = layers[parts[i].layer];
+        for (long p = parts[i].begin; p < parts[i].end; p++) f(layer, p, int(std::min<long>(PANEL, layer.outputs - p * PANEL)));
+    });
+}
+
+#if defined(__AVX512BF16__)
+// Codes to bfloat16, which holds them all.
+void widen(const int8_t* codes, long count, uint16_t* to) {
+    for (long i = 0; i < count; i += 32) {
+        const __m512 first = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)(codes + i))));
+        const __m512 second = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)(codes + i + 16))));
+        _mm512_storeu_si512(to + i, (__m512i)_mm512_cvtne2ps_pbh(second, first));
+    }
+}
+#else
+void widen(const int8_t* codes, long count, uint16_t* to) {
+    for (long i = 0; i < count; i++) to[i] = to_bf16(float(codes[i]));
+}
+#endif
+
+// Rows of x as codes 0 … 255, 128 for 0, with the scale of each; filled up with 128.
+void codes_of(const uint16_t* x, long inputs, long padded, uint8_t* codes, float* scale) {
+    float most = 0;
+    for (long k = 0; k < inputs; k++) most = std::max(most, std::fabs(from_bf16(x[k])));
+    *scale = most / 127;
+    const float by = most > 0 ? 127 / most : 0;
+    for (long k = 0; k < inputs; k++) codes[k] = uint8_t(int(std::nearbyint(from_bf16(x[k]) * by)) + 128);
+    for (long k = inputs; k < padded; k++) codes[k] = 128;
+}
+
+// Sums of products of codes: whole numbers, whatever the order.
+#if defined(__AVX512VNNI__)
+template <int ROWS>
+void count_up(const uint8_t* x, long k4, const int8_t* panel, int32_t* sums) {
+    __m512i low[ROWS], high[ROWS];
+    for (int r = 0; r < ROWS; r++) low[r] = high[r] = _mm512_setzero_si512();
+    for (long k = 0; k < k4; k++) {
+        const int8_t* w = panel + k * PANEL * 4;
+        _mm_prefetch((const char*)(w + 16 * PANEL * 4), _MM_HINT_T0);
+        _mm_prefetch((const char*)(w + 16 * PANEL * 4 + 64), _MM_HINT_T0);
+        const __m512i first = _mm512_loadu_si512(w), second = _mm512_loadu_si512(w + 64);
+        for (int r = 0; r < ROWS; r++) {
+            int32_t four;
+            std::memcpy(&four, x + (r * k4 + k) * 4, 4);
+            const __m512i of = _mm512_set1_epi32(four);
+            low[r] = _mm512_dpbusd_epi32(low[r], of, first);
+            high[r] = _mm512_dpbusd_epi32(high[r], of, second);
+        }
+    }
+    for (int r = 0; r < ROWS; r++) {
+        _mm512_storeu_si512(sums + r * PANEL, low[r]);
+        _mm512_storeu_si512(sums + r * PANEL + 16, high[r]);
+    }
+}
+#else
+template <int ROWS>
+void count_up(const uint8_t* x, long k4, const int8_t* panel, int32_t* sums) {
+    std::fill_n(sums, ROWS * PANEL, 0);
+    for (long k = 0; k < k4; k++)
+        for (int r = 0; r < ROWS; r++)
+            for (int n = 0; n < PANEL; n++)
+                for (int i = 0; i < 4; i++) sums[r * PANEL + n] += int32_t(x[(r * k4 + k) * 4 + i]) * panel[(k * PANEL + n) * 4 + i];
+}
+#endif
+
+template <int ROWS>
+void count_left(int rows, const uint8_t* x, long k4, const int8_t* panel, int32_t* sums) {
+    if constexpr (ROWS > 0) {
+        if (rows == ROWS)
+            count_up<ROWS>(x, k4, panel, sums);
+        else
+            count_left<ROWS - 1>(rows, x, k4, panel, sums);
+    }
+}
+
+void linear_bf16(const uint16_t* x, const Layer* layers, long count, long rows, long inputs) {
+    each_panel(layers, count, PANEL * inputs * 2, [=](const Layer& of, long p, int columns) {
+        against(x, (const uint16_t*)of.packed + p * PANEL * inputs, nullptr, of.bias ? of.bias + p * PANEL : nullptr, of.y + p * PANEL,
+                rows, inputs, of.outputs, columns);
+    });
+}
+
+void linear_w8(const uint16_t* x, const Layer* layers, long count, long rows, long inputs) {
+    each_panel(layers, count, PANEL * inputs, [=](const Layer& of, long p, int columns) {
+        thread_local std::vector<uint16_t> wide;
+        wide.resize(PANEL * inputs);
+        widen((const int8_t*)of.packed + p * PANEL * inputs, PANEL * inputs, wide.data());
+        against(x, wide.data(), of.scale + p * PANEL, of.bias ? of.bias + p * PANEL : nullptr, of.y + p * PANEL, rows, inputs, of.outputs,
+                columns);
+    });
+}
+
+void linear_w8a8(const uint16_t* x, const Layer* layers, long count, long rows, long inputs) {
+    const long k4 = (inputs + 3) / 4, tiles = (rows + MOST - 1) / MOST;
+    std::vector<uint8_t> codes(rows * k4 * 4);
+    std::vector<float> of_row(rows);
+    const long together = std::max<long>(1, (1 << 14) / inputs);
+    pool::each((rows + together - 1) / together, [&](long piece) {
+        for (long r = piece * together; r < std::min(rows, (piece + 1) * together); r++)
+            codes_of(x + r * inputs, inputs, k4 * 4, codes.data() + r * k4 * 4, &of_row[r]);
+    });
+    each_panel(layers, count, PANEL * k4 * 4, [&](const Layer& of, long p, int columns) {
+        int32_t found[MOST * PANEL];
+        for (long t = 0; t < tiles; t++) {
+            const long from = rows * t / tiles, to = rows * (t + 1) / tiles;
+            count_left<MOST>(int(to - from), codes.data() + from * k4 * 4, k4, (const int8_t*)of.packed + p * PANEL * k4 * 4, found);
+            for (long r = from; r < to; r++)
+                for (int n = 0; n < columns; n++) {
+                    const long o = p * PANEL + n;
+                    const float sum = float(found[(r - from) * PANEL + n] - 128 * of.sums[o]);
+                    put(of.y + r * of.outputs + o, sum * (of_row[r] * of.scale[o]) + (of.bias ? of.bias[o] : 0.0f));
+                }
+        }
+    });
 }
 
 }  // namespace
 
-// x [rows, inputs] bf16, packed as above, bias [outputs] fp32 or null, y [rows, outputs] bf16; inputs even.
-extern "C" void fw_linear_bf16(const uint16_t* x, const uint16_t* packed, const float* bias, uint16_t* y, long rows, long inputs,
-                               long outputs) {
-    const long k2 = inputs / 2, panels = (outputs + PANEL - 1) / PANEL;
-    const long together = std::max<long>(1, PIECE / (PANEL * inputs * 2));  // panels
-    pool::each((panels + together - 1) / together, [=](long piece) {
-        // Rows are taken in tiles of equal size, so many that a panel, which stays in the cache, is used for all of them before the next.
-        const long tiles = (rows + MOST - 1) / MOST;
-        for (long p = piece * together; p < std::min(panels, (piece + 1) * together); p++) {
-            const uint16_t* panel = packed + p * PANEL * inputs;
-            const int columns = int(std::min<long>(PANEL, outputs - p * PANEL));
-            for (long t = 0; t < tiles; t++) {
-                const long from = rows * t / tiles, to = rows * (t + 1) / tiles;
-                rows_left<MOST>(int(to - from), x + from * inputs, inputs, panel, bias ? bias + p * PANEL : nullptr,
-                                y + from * outputs + p * PANEL, outputs, k2, columns);
-            }
-        }
-    });
+// Layers that read the same x [rows, inputs] in bfloat16; of each y [rows, outputs] in bfloat16, bias [outputs] in fp32. By kind: 0,
+// weights in bfloat16, inputs even. 1, codes, a scale for each output, inputs even. 2, codes in panels [outputs/32, ⌈inputs/4⌉, 32, 4], a
+// scale and the sum of codes for each output; rows of x become codes, too.
+extern "C" void fw_linear(long kind, const uint16_t* x, const Layer* layers, long count, long rows, long inputs) {
+    (kind == 0 ? linear_bf16 : kind == 1 ? linear_w8 : linear_w8a8)(x, layers, count, rows, inputs);
 }

@@ -1,4 +1,4 @@
-"""Linear layers in bfloat16 by a kernel of fw's own: weights are read once, at the speed of memory, and a row's result does not depend on
+"""Linear layers in bfloat16 by kernels of fw's own: weights are read once, at the speed of memory, and a row's result does not depend on
 how many others there are."""
 
 from __future__ import annotations
@@ -6,6 +6,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable, Sequence
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +19,7 @@ PANEL = 32
 
 @functools.cache
 def function(flags: Sequence[str] = ()) -> Callable[..., None]:
-    """``fw_linear_bf16`` of linear.cpp.
+    """``fw_linear`` of linear.cpp.
 
     Args:
         flags: further ones for the compiler.
@@ -26,9 +27,9 @@ def function(flags: Sequence[str] = ()) -> Callable[..., None]:
     Raises:
         NotCompiled: with the reason.
     """
-    found = library(flags).fw_linear_bf16
+    found = library(flags).fw_linear
     found.restype = None
-    found.argtypes = [ctypes.c_void_p] * 4 + [ctypes.c_long] * 3
+    found.argtypes = [ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_long, ctypes.c_long, ctypes.c_long]
     return found
 
 
@@ -41,39 +42,126 @@ def available() -> bool:
     return True
 
 
-def packed(weight_OI: Tensor) -> Tensor:
-    """As the kernel reads it, ``[O/32, I/2, 32, 2]``, filled up with zeros; I is even."""
+def takes(layer: nn.Module) -> bool:
+    """Whether it is a plain layer of such weights on the CPU."""
+    return type(layer) is nn.Linear and layer.weight.dtype == torch.bfloat16 and layer.weight.is_cpu and not layer.in_features % 2
+
+
+def packed(weight_OI: Tensor, together: int = 2) -> Tensor:
+    """As the kernels read it, ``[⌈O/32⌉, ⌈I/g⌉, 32, g]`` with g neighbours ``together``, filled up with zeros."""
     outputs, inputs = weight_OI.shape
-    padded_OI = F.pad(weight_OI, (0, 0, 0, -outputs % PANEL))
-    return padded_OI.view(-1, PANEL, inputs // 2, 2).transpose(1, 2).contiguous()
+    padded_OI = F.pad(weight_OI, (0, -inputs % together, 0, -outputs % PANEL))
+    return padded_OI.view(-1, PANEL, padded_OI.shape[1] // together, together).transpose(1, 2).contiguous()
+
+
+class _Layer(ctypes.Structure):
+    _fields_: ClassVar = [
+        *((name, ctypes.c_void_p) for name in ("packed", "scale", "sums", "bias", "y")),
+        ("outputs", ctypes.c_long),
+    ]
 
 
 class PackedLinear(nn.Module):
     """``x Wᵀ + b`` with W packed; takes the place of a linear layer that no longer changes."""
 
+    kind: ClassVar[int] = 0
     packed: Tensor
+    scale: Tensor | None
+    sums: Tensor | None
     bias: Tensor | None
 
     def __init__(self, layer: nn.Linear) -> None:
         super().__init__()
         self.in_features, self.out_features = layer.in_features, layer.out_features
-        self.register_buffer("packed", packed(layer.weight.detach()), persistent=False)
-        self.register_buffer("bias", None if layer.bias is None else layer.bias.detach().float(), persistent=False)
+        kept = {"scale": None, "sums": None, **self._kept(layer.weight.detach())}
+        for name, tensor in {**kept, "bias": None if layer.bias is None else layer.bias.detach().float()}.items():
+            self.register_buffer(name, tensor, persistent=False)
+        self.together = Together([self])
 
-    @staticmethod
-    def takes(layer: nn.Module) -> bool:
-        """Whether it is a plain layer of such weights on the CPU."""
-        return type(layer) is nn.Linear and layer.weight.dtype == torch.bfloat16 and layer.weight.is_cpu and not layer.in_features % 2
+    def _kept(self, weight_OI: Tensor) -> dict[str, Tensor]:
+        return {"packed": packed(weight_OI)}
 
     def forward(self, x_I: Tensor) -> Tensor:
         """``[…, I]`` → ``[…, O]``, in bfloat16."""
-        x_I = x_I.contiguous()
-        y_O = torch.empty(*x_I.shape[:-1], self.out_features, dtype=torch.bfloat16)
-        bias = None if self.bias is None else self.bias.data_ptr()
-        rows = x_I.numel() // self.in_features
-        function()(x_I.data_ptr(), self.packed.data_ptr(), bias, y_O.data_ptr(), rows, self.in_features, self.out_features)
-        return y_O
+        return self.together.compute(self, x_I)
+
+    @property
+    def weight_bytes(self) -> int:
+        """That each product reads."""
+        return sum(tensor.nbytes for tensor in (self.packed, self.scale, self.sums) if tensor is not None)
 
     def extra_repr(self) -> str:
         """As of the layer that it was."""
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+
+
+class Together:
+    """Layers of one kind that are given the same x, one after another: the first one computes for all. Several are used by one thread."""
+
+    def __init__(self, layers: Sequence[PackedLinear]) -> None:
+        self._layers = layers
+        self._inputs = layers[0].in_features
+        self._described = (_Layer * len(layers))()
+        for layer, described in zip(layers, self._described, strict=True):
+            for name in ("packed", "scale", "sums", "bias"):
+                tensor = getattr(layer, name)
+                setattr(described, name, None if tensor is None else tensor.data_ptr())
+            described.outputs = layer.out_features
+        self._of: Tensor | None = None
+        self._found: dict[PackedLinear, Tensor] = {}
+
+    @staticmethod
+    def join(layers: Sequence[PackedLinear]) -> None:
+        """From now on these are computed together."""
+        made = Together(layers)
+        for layer in layers:
+            layer.together = made
+
+    def compute(self, layer: PackedLinear, x_I: Tensor) -> Tensor:
+        """What ``layer`` makes of x."""
+        if self._of is x_I and (known := self._found.pop(layer, None)) is not None:
+            if not self._found:
+                self._of = None
+            return known
+        flat_I = x_I.contiguous()
+        rows = flat_I.numel() // self._inputs
+        found = {}
+        layers = type(self._described).from_buffer_copy(self._described)
+        for each, described in zip(self._layers, layers, strict=True):
+            found[each] = y_O = torch.empty(*x_I.shape[:-1], each.out_features, dtype=torch.bfloat16)
+            described.y = y_O.data_ptr()
+        function()(layer.kind, flat_I.data_ptr(), ctypes.addressof(layers), len(found), rows, self._inputs)
+        y_O = found.pop(layer)
+        self._of, self._found = (x_I, found) if found else (None, {})
+        return y_O
+
+
+class Int8Linear(PackedLinear):
+    """The same with W as codes of 8 bits, rounded to the nearest, and a scale for each output; x as it is."""
+
+    kind = 1
+
+    def _kept(self, weight_OI: Tensor) -> dict[str, Tensor]:
+        codes_OI, scale_O = _codes(weight_OI)
+        return {"packed": packed(codes_OI), "scale": scale_O}
+
+
+class W8A8Linear(PackedLinear):
+    """The same, and each row of x as codes of 8 bits with a scale, too: products of whole numbers."""
+
+    kind = 2
+
+    def _kept(self, weight_OI: Tensor) -> dict[str, Tensor]:
+        codes_OI, scale_O = _codes(weight_OI)
+        return {"packed": packed(codes_OI, together=4), "scale": scale_O, "sums": codes_OI.sum(1, dtype=torch.int32)}
+
+
+def _codes(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
+    """-127 … 127, and the scale of each row."""
+    scale_O = weight_OI.abs().amax(1).float() / 127
+    by_O = torch.where(scale_O > 0, 1 / scale_O, 0.0)
+    codes_OI = torch.empty(weight_OI.shape, dtype=torch.int8)
+    for begin in range(0, len(weight_OI), 256):  # so that no more than a few rows are there in fp32
+        some = slice(begin, begin + 256)
+        codes_OI[some] = (weight_OI[some].float() * by_O[some, None]).round().clamp(-127, 127).to(torch.int8)
+    return codes_OI, scale_O
