@@ -1,0 +1,134 @@
+"""Generation by fw beside transformers and llama.cpp: a model of random weights in bfloat16, each program in a process of its own, in rounds.
+
+    tools/bench inference [--batches 1 8 16] [--rounds 2] [--prompt 128] [--new 128] [--peers PYTHON]
+
+Greedy, all prompts at once, every answer as long as it may be. Prefill: tokens of all prompts per second until the last of them has its
+first token. Decode: tokens per second after that. `--peers` names a Python that has llama-cpp-python and gguf, where this one has not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections import defaultdict
+from pathlib import Path
+from statistics import median
+
+import torch
+from safetensors.torch import save_file
+from tokenizers import Tokenizer as Backend
+from tokenizers import models
+
+from fw.meter.bandwidth import read_bandwidth
+from fw.tokenizer import Tokenizer
+
+LAYERS, HIDDEN, INNER, HEADS, KV_HEADS, VOCABULARY, CONTEXT = 24, 1024, 2816, 16, 4, 32_000, 2048
+HERE = Path(__file__).parent
+WAYS = {
+    "fw, bf16": ("fw", "auto"),
+    "fw, int8_weight_only": ("fw", "int8_weight_only"),
+    "fw, w8a8": ("fw", "w8a8"),
+    "transformers, bf16": ("transformers", ""),
+    "llama.cpp, bf16": ("llama_cpp", "bf16"),
+    "llama.cpp, q8_0": ("llama_cpp", "q8_0"),
+}
+
+
+def make(directory: Path) -> int:
+    """A Llama of random weights, with a tokenizer; bytes of the weights that a step reads."""
+    torch.manual_seed(0)
+    size = HIDDEN // HEADS
+    shapes = {"model.embed_tokens.weight": (VOCABULARY, HIDDEN), "lm_head.weight": (VOCABULARY, HIDDEN)}
+    for n in range(LAYERS):
+        block = f"model.layers.{n}."
+        shapes |= {
+            f"{block}self_attn.q_proj.weight": (HIDDEN, HIDDEN),
+            f"{block}self_attn.k_proj.weight": (KV_HEADS * size, HIDDEN),
+            f"{block}self_attn.v_proj.weight": (KV_HEADS * size, HIDDEN),
+            f"{block}self_attn.o_proj.weight": (HIDDEN, HIDDEN),
+            f"{block}mlp.gate_proj.weight": (INNER, HIDDEN),
+            f"{block}mlp.up_proj.weight": (INNER, HIDDEN),
+            f"{block}mlp.down_proj.weight": (HIDDEN, INNER),
+        }
+    tensors = {name: (torch.randn(shape) * 0.02).bfloat16() for name, shape in shapes.items()}
+    names = [f"model.layers.{n}.{norm}.weight" for n in range(LAYERS) for norm in ("input_layernorm", "post_attention_layernorm")]
+    tensors |= {name: torch.ones(HIDDEN, dtype=torch.bfloat16) for name in [*names, "model.norm.weight"]}
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    config = {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": HIDDEN,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "intermediate_size": INNER,
+        "vocab_size": VOCABULARY,
+        "max_position_embeddings": CONTEXT,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    (directory / "config.json").write_text(json.dumps(config))
+    vocabulary = {"<unk>": 0, "<s>": 1, "</s>": 2, **{f"w{n}": n for n in range(3, VOCABULARY)}}
+    Tokenizer.from_backend(Backend(models.WordLevel(vocabulary, unk_token="<unk>")), bos_token="<s>", eos_token="</s>").save(directory)
+    return sum(tensor.nbytes for name, tensor in tensors.items() if "embed_tokens" not in name)
+
+
+def measure(way: str, model: Path, options: argparse.Namespace) -> dict[str, float] | None:
+    """Figures of one program, by what they are of; None where it is not installed."""
+    program, weights = WAYS[way]
+    python = options.peers if program == "llama_cpp" else sys.executable
+    words = [python, str(HERE / "inference_peers.py"), program, str(model), weights, str(options.prompt), str(options.new)]
+    found = subprocess.run([*words, *map(str, options.batches)], capture_output=True, text=True, check=False)
+    if found.returncode == 3:
+        return None
+    if found.returncode:
+        sys.exit(f"{way}: {found.stderr.strip()[-2000:]}")
+    figures: dict[str, float] = json.loads(found.stdout.splitlines()[-1])
+    return figures
+
+
+def main() -> None:
+    """Measure and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 16])
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--prompt", type=int, default=128)
+    parser.add_argument("--new", type=int, default=128)
+    parser.add_argument("--peers", default=sys.executable)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as place:
+        model = Path(place)
+        step_bytes = make(model)
+        told: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+        speeds = []
+        for number in range(options.rounds):
+            speeds.append(read_bandwidth(torch.device("cpu")))
+            print(f"round {number + 1}: read bandwidth {speeds[-1] / 1e9:.1f} GB/s, load {os.getloadavg()[0]:.2f}", flush=True)
+            for way in WAYS:
+                if (figures := measure(way, model, options)) is None:
+                    print(f"  {way}: not installed")
+                    continue
+                for name, value in figures.items():
+                    told[way][name].append(value)
+                print(f"  {way}: " + ", ".join(f"{name} {value:.1f}" for name, value in figures.items()), flush=True)
+    columns = [name for batch in options.batches for name in (f"prefill {batch}", f"decode {batch}")]
+    print(f"\ntokens/s, median of {options.rounds} rounds; start: seconds until the first token\n")
+    print("| | start | " + " | ".join(columns) + " |\n|" + " --- |" * (len(columns) + 2))
+    for way, by_name in told.items():
+        print(f"| {way} | {median(by_name['start']):.1f} | " + " | ".join(f"{median(by_name[name]):.0f}" for name in columns) + " |")
+    if 1 in options.batches:
+        share = median(told["fw, bf16"]["decode 1"]) * step_bytes / median(speeds)
+        print(f"\nfw, bf16, batch 1: weights at {share:.2f} of the measured read bandwidth")
+
+
+if __name__ == "__main__":
+    main()
