@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 import fw
 import tokens
 from fw.errors import UserError
+from fw.kernels import linear
 from fw.meter.memory import anonymous_bytes
 
 PROMPT = "the quick brown fox"
@@ -128,6 +129,28 @@ def test_weights_of_four_bits(directory):
     rows = kept(torch.tensor([ids]))[0, len(result.prompt_token_ids) - 1 : -1].log_softmax(-1)
     assert result.token_ids == rows.argmax(-1).tolist()
     assert result.logprobs == pytest.approx(rows.max(-1).values.tolist(), abs=1e-4)
+
+
+@pytest.mark.parametrize("weights, error", [("int8_weight_only", 0.02), ("w8a8", 0.05)])
+def test_weights_of_eight_bits(directory, weights, error):
+    """Half of the bytes, and log-probabilities near those of bf16."""
+    if not linear.available():
+        with pytest.raises(UserError, match=f"inference.weights: {weights} wants a C"):
+            fw.LLM(directory, dtype="bf16", weights=weights)
+        return
+    with pytest.raises(UserError, match=rf"inference\.weights: {weights} is of layers in bfloat16 on the CPU, and the model has none"):
+        fw.LLM(directory, dtype="fp32", weights=weights)
+    prompt = list(range(5, 45))
+    whole, coded = (fw.LLM(directory, dtype="bf16", weights=each) for each in ("auto", weights))
+    layers = [module for module in coded.model.modules() if isinstance(module, linear.PackedLinear)]
+    assert len(layers) == 7 * len(coded.model.blocks) + (coded.model.own_head is not None)
+    assert all(type(layer) is (linear.W8A8Linear if weights == "w8a8" else linear.Int8Linear) for layer in layers)
+    assert coded.engine.reads.step_bytes < 0.62 * whole.engine.reads.step_bytes
+    right, found = (llm.generate([prompt], max_tokens=1, temperature=0, prompt_logprobs=0)[0] for llm in (whole, coded))
+    off = [abs(a - b) for a, b in zip(right.prompt_logprobs, found.prompt_logprobs, strict=True)]
+    assert 0 < max(off) < error * 5 and sum(off) / len(off) < error
+    few = [coded.generate([prompt[:length]], max_tokens=5, temperature=0, ignore_eos=True)[0].token_ids for length in (3, 17)]
+    assert [result.token_ids for result in coded.generate([prompt[:3], prompt[:17]], max_tokens=5, temperature=0, ignore_eos=True)] == few
 
 
 @pytest.mark.parametrize("kv_cache", ["paged", "contiguous"])

@@ -1,4 +1,4 @@
-"""Generation by fw beside transformers and llama.cpp: a model of random weights in bfloat16, each program in a process of its own, in rounds.
+"""Generation by fw beside transformers and llama.cpp: a model of random weights in bf16, each program in a process of its own, in rounds.
 
     tools/bench inference [--batches 1 8 16] [--rounds 2] [--prompt 128] [--new 128] [--peers PYTHON]
 
