@@ -14,6 +14,7 @@ from torch import Tensor
 
 import tokens
 from fw.config import InferenceSection
+from fw.inference.adapters import Adapter, Adapters
 from fw.inference.cached import Piece
 from fw.inference.engine import Engine, Reads, Result
 from fw.inference.options import Sampling
@@ -27,6 +28,7 @@ VOCABULARY = 40
 END = 2
 SIZE = 4
 CONTEXT = 48
+ADAPTERS = ("first", "second")
 _TOKENIZER = tokens.characters(VOCABULARY)
 
 
@@ -36,6 +38,11 @@ def following(sequence: Sequence[int]) -> int:
     for token in sequence:
         value = (value * 31 + token) % 1_000_003
     return END if value % 11 == 0 else 3 + value % (VOCABULARY - 3)
+
+
+def offset(adapter: Adapter | None) -> int:
+    """Which an adapter adds to every token that the model sees."""
+    return 0 if adapter is None else 1000 * adapter.number
 
 
 class Arithmetic:
@@ -48,7 +55,8 @@ class Arithmetic:
 
     def run(self, pieces: Sequence[Piece]) -> list[Tensor]:
         self.cache.begin([piece.stretch for piece in pieces])
-        tokens_T = torch.tensor([token for piece in pieces for token in piece.tokens], dtype=torch.float32)[:, None, None]
+        tokens = [offset(piece.adapter) + token for piece in pieces for token in piece.tokens]
+        tokens_T = torch.tensor(tokens, dtype=torch.float32)[:, None, None]
         self.cache.attend(0, torch.zeros_like(tokens_T), tokens_T, -tokens_T, scale=1.0)
         self.most = max(self.most, len(pieces))
         self.computed += len(tokens_T)
@@ -74,14 +82,24 @@ class Crowd:
         self.runner = Arithmetic(self.cache)
         context = min(CONTEXT, self.cache.capacity)
         section = InferenceSection(**options)
-        self.engine = Engine(self.runner, self.cache, section, _TOKENIZER, context, VOCABULARY, frozenset([END]), Reads(0, 0))
+        adapters = Adapters(torch.nn.Module(), torch.device("cpu"), lambda directory: {})  # type: ignore[arg-type]
+        for name in ADAPTERS:
+            adapters.load(name, "")
+        self.engine = Engine(self.runner, self.cache, section, _TOKENIZER, context, VOCABULARY, frozenset([END]), Reads(0, 0), adapters)
         self.asked: dict[str, tuple[list[int], Sampling]] = {}
         self.results: dict[str, Result] = {}
+        self.offsets: dict[str, int] = {}
 
-    def add(self, key: str, prompt: list[int], priority: int = 0, **settings: Any) -> None:
+    def add(self, key: str, prompt: list[int], priority: int = 0, adapter: str | None = None, **settings: Any) -> None:
         sampling = Sampling(temperature=0, **settings)
-        self.engine.add(key, prompt, sampling, priority)
+        self.engine.add(key, prompt, sampling, priority, adapter)
         self.asked[key] = prompt, sampling
+        self.offsets[key] = offset(None if adapter is None else self.engine.adapters.find(adapter))
+
+    def replace(self, adapter: str) -> None:
+        """Another one of the same name, while requests with the old one may be running."""
+        self.engine.adapters.drop(adapter)
+        self.engine.adapters.load(adapter, "")
 
     def step(self) -> None:
         for result in self.engine.step()[1]:
@@ -113,15 +131,16 @@ class Crowd:
 
     def is_right(self, result: Result) -> None:
         prompt, sampling = self.asked[result.key]
+        offset = self.offsets[result.key]
         expected = list(prompt)
         limit = min(sampling.max_tokens or CONTEXT, self.engine.context - len(prompt))
         stops = {*sampling.stop_token_ids, *([] if sampling.ignore_eos else [END])}
         while len(expected) - len(prompt) < limit and not (len(expected) > len(prompt) and expected[-1] in stops):
-            expected.append(following(expected))
+            expected.append(following([offset + token for token in expected]))
         assert [each.token_ids for each in result.completions] == [expected[len(prompt) :]] * sampling.n, result.key
         assert result.finish_reason == ("stop" if expected[-1] in stops else "length")
         if sampling.prompt_logprobs is not None:
-            right = [following(prompt[:at]) == prompt[at] for at in range(1, len(prompt))]
+            right = [following([offset + token for token in prompt[:at]]) == prompt[at] for at in range(1, len(prompt))]
             assert [logprob > -1 for logprob in result.prompt_logprobs] == right
 
     def settle(self) -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from fw.errors import UserError
-from inference.crowd import CONTEXT, END, SIZE, VOCABULARY, Crowd, some_prompt
+from inference.crowd import ADAPTERS, CONTEXT, END, SIZE, VOCABULARY, Crowd, some_prompt
 
 
 def test_ten_thousand_requests():
@@ -41,7 +41,10 @@ def ask(crowd: Crowd, key: str, chance: random.Random) -> None:
         n=chance.choice([1, 1, 1, 1, 2, 4]),
         stop_token_ids=chance.choice([(), (), (9, 12)]),
         prompt_logprobs=chance.choice([None, None, None, 0]),
+        adapter=chance.choice([None, None, *ADAPTERS]),
     )
+    if chance.random() < 0.01:
+        crowd.replace(chance.choice(ADAPTERS))
 
 
 class Machine(RuleBasedStateMachine):
@@ -60,12 +63,13 @@ class Machine(RuleBasedStateMachine):
         most=st.one_of(st.none(), st.integers(1, 20)),
         n=st.integers(1, 3),
         logprobs=st.sampled_from([None, 0]),
+        adapter=st.sampled_from([None, *ADAPTERS]),
     )
-    def add(self, prompt: list[int], priority: int, most: int | None, n: int, logprobs: int | None) -> None:
+    def add(self, prompt: list[int], priority: int, most: int | None, n: int, logprobs: int | None, adapter: str | None) -> None:
         engine = self.crowd.engine
         fits = len(prompt) < engine.context and n <= engine.scheduler.most
         try:
-            self.crowd.add(str(self.count), prompt, priority, max_tokens=most, n=n, prompt_logprobs=logprobs)
+            self.crowd.add(str(self.count), prompt, priority, adapter, max_tokens=most, n=n, prompt_logprobs=logprobs)
             assert fits
             self.count += 1
         except UserError:
@@ -76,6 +80,10 @@ class Machine(RuleBasedStateMachine):
     def abort(self, which: int) -> None:
         if keys := list(self.crowd.engine._requests):
             self.crowd.abort(keys[which % len(keys)])
+
+    @rule(adapter=st.sampled_from(ADAPTERS))
+    def replace(self, adapter: str) -> None:
+        self.crowd.replace(adapter)
 
     @rule(times=st.integers(1, 6))
     def step(self, times: int) -> None:

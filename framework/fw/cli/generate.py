@@ -17,8 +17,8 @@ EXAMPLES = """examples:
   fw generate path/to/model "Once" inference.dtype=bf16 inference.kv_budget=2GiB kv_cache=contiguous
   echo "Once" | fw generate path/to/model
 
-a line of --input: {"prompt": "…"} or {"messages": [{"role": "user", "content": "…"}]}, with "id", "max_tokens" and so on, or a request
-of OpenAI's batch format. Run again with the same files after a kill, it answers what is missing."""
+a line of --input: {"prompt": "…"} or {"messages": [{"role": "user", "content": "…"}]}, with "id", "max_tokens", "adapter" and so on, or a
+request of OpenAI's batch format. Run again with the same files after a kill, it answers what is missing."""
 
 _NUMBERS: Mapping[str, tuple[type, str]] = {
     "max_tokens": (int, "most tokens of an answer (256)"),
@@ -43,6 +43,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="kv_cache=…, quantization=…, inference.OPTION=…")
     parser.add_argument("--input", type=Path, metavar="FILE", help="prompts, a line of JSON each")
     parser.add_argument("--output", type=Path, metavar="FILE", help="answers, a line of JSON each, as they come")
+    parser.add_argument(
+        "--adapters", action="append", default=[], metavar="NAME=DIR", help="adapters that lines ask for; may be given again"
+    )
     parser.add_argument("--chat", action="store_true", help="PROMPT is what a user says, in the model's chat template")
     add_sampling(parser)
 
@@ -79,11 +82,19 @@ def run(options: argparse.Namespace) -> int:
 def load(options: argparse.Namespace) -> LLM:
     """The model, as overrides say."""
     from fw.config import Config, overridden
+    from fw.errors import UserError
     from fw.inference.llm import LLM
     from fw.recipe.inference import resolve_inference
 
     recipe = resolve_inference(overridden(Config("generate", {}, {}), options.overrides))
-    return LLM.of(options.model, recipe, options.adapter)
+    given = getattr(options, "adapters", [])  # a chat has one
+    named = [words.partition("=") for words in given]
+    if wrong := [words for words, (name, _, directory) in zip(given, named, strict=True) if not (name and directory)]:
+        raise UserError(f"--adapters {wrong[0]}: give NAME=DIR, the name that lines ask for and the adapter's directory")
+    llm = LLM.of(options.model, recipe, options.adapter)
+    for name, _, directory in named:
+        llm.load_adapter(name, directory)
+    return llm
 
 
 def settings(options: argparse.Namespace) -> dict[str, Any]:

@@ -108,7 +108,7 @@ def _answer(
                 try:
                     given = _parsed(text)
                     line = _Line(number, given, _asked(llm, given, defaults))
-                    llm.engine.add(f"line {number}", llm.encode(line.asked.prompt), line.asked.sampling)
+                    llm.engine.add(f"line {number}", llm.encode(line.asked.prompt), line.asked.sampling, adapter=line.asked.adapter)
                     running[f"line {number}"] = line
                 except UserError as error:
                     _write(out, _refused(number, given, text, str(error)))
@@ -183,13 +183,14 @@ def _asked(llm: LLM, given: Mapping[str, Any], defaults: Sampling) -> Asked:
     kinds = [key for key in ("prompt", "messages") if key in given]
     if len(kinds) != 1:
         raise UserError("a line has either 'prompt', or 'messages', or OpenAI's 'custom_id', 'url' and 'body'")
-    own = {key: value for key, value in given.items() if key not in ("id", *kinds)}
-    return Asked(given[kinds[0]], llm.sampling(**{**vars(defaults), **own}), chat=kinds == ["messages"])
+    own = {key: value for key, value in given.items() if key not in ("id", "adapter", *kinds)}
+    adapter = given.get("adapter")
+    return Asked(given[kinds[0]], llm.sampling(**{**vars(defaults), **own}), chat=kinds == ["messages"], adapter=adapter)
 
 
 def _told(llm: LLM, line: _Line, result: Result, model: str) -> dict[str, Any]:
     if "body" in line.given:
-        body = answered(llm, line.asked, result, model)
+        body = answered(llm, line.asked, result, line.asked.adapter or model)
         response = {"status_code": 200, "request_id": body["id"], "body": body}
         return {
             "line": line.number,

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fw.errors import UserError
+from fw.inference.adapters import Adapter, Adapters
 from fw.kinds.attention import AttentionPlugin, Pattern
 from fw.kinds.kv_cache import KVCache, Stretch
 from fw.kinds.model import CausalLM, Head
@@ -50,11 +51,13 @@ class Piece:
 
     Attributes:
         wanted: positions, from the stretch's start on.
+        adapter: that the tokens are computed with.
     """
 
     stretch: Stretch
     tokens: Sequence[int]
     wanted: range
+    adapter: Adapter | None = None
 
 
 class Runner:
@@ -64,8 +67,8 @@ class Runner:
         UserError: the model computes attention by itself.
     """
 
-    def __init__(self, model: CausalLM, cache: KVCache, device: torch.device) -> None:
-        self._model, self._cache, self._device = model, cache, device
+    def __init__(self, model: CausalLM, cache: KVCache, device: torch.device, adapters: Adapters) -> None:
+        self._model, self._cache, self._device, self._adapters = model, cache, device, adapters
         for number, block in enumerate(model.blocks):
             found = [module for module in block.modules() if isinstance(getattr(module, "attention", None), ThroughCache)]
             if len(found) != 1:
@@ -86,6 +89,7 @@ class Runner:
         def readout(x_1TD: Tensor, head: Head, auxiliary: Tensor | None) -> Tensor:
             return head(x_1TD[0, wanted]).float() if rows else x_1TD.new_empty(0, 0)
 
+        self._adapters.serve([piece.adapter for piece in pieces for _ in piece.tokens])
         self._cache.begin([piece.stretch for piece in pieces])
         ids_1T, positions_1T = (torch.tensor([these], device=self._device) for these in (tokens, at))
         logits_RV = self._model(ids_1T, positions_BL=positions_1T, readout=readout)

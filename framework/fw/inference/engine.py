@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fw.config import InferenceSection
 from fw.errors import UserError
+from fw.inference.adapters import Adapters
 from fw.inference.cached import Piece, Runner
 from fw.inference.options import Sampling
 from fw.inference.sampling import choose
@@ -127,6 +128,7 @@ class Engine:
         vocab_size: of the model.
         ends: ids that end a text, for the model.
         reads: what a step reads, for :attr:`read_bytes`, their sum so far.
+        adapters: that requests may ask for.
         own_threads: the model's work is done by kernels of fw's own, so torch's threads rest meanwhile.
     """
 
@@ -140,13 +142,14 @@ class Engine:
         vocab_size: int,
         ends: frozenset[int],
         reads: Reads,
+        adapters: Adapters,
         own_threads: bool = False,
     ) -> None:
         self._runner, self._options, self._tokenizer = runner, options, tokenizer
         self.context, self._vocab_size, self._ends = context, vocab_size, ends
         self.scheduler = Scheduler(cache, options)
         self.reads, self.read_bytes = reads, 0
-        self._own_threads = own_threads
+        self.adapters, self._own_threads = adapters, own_threads
         self._requests: dict[str, Request] = {}
         self._texts: dict[int, AnswerText] = {}
         self._arrivals, self._numbers = count(), count()
@@ -155,16 +158,18 @@ class Engine:
         """Requests that are not ended."""
         return len(self._requests)
 
-    def add(self, key: str, prompt: Sequence[int], sampling: Sampling, priority: int = 0) -> None:
+    def add(self, key: str, prompt: Sequence[int], sampling: Sampling, priority: int = 0, adapter: str | None = None) -> None:
         """A request, which runs from the next step on that has room.
 
         Args:
             key: that no other request has now.
             prompt: ids, one at least.
             priority: lower goes first.
+            adapter: by its name.
 
         Raises:
-            UserError: the prompt is too long, empty, or has ids that the model does not; or more is asked for than ever fits.
+            UserError: the prompt is too long, empty, or has ids that the model does not; more is asked for than ever fits, or an adapter
+                that is not loaded.
         """
         assert key not in self._requests, "keys are of one request each"
         if not prompt:
@@ -181,7 +186,8 @@ class Engine:
         if sampling.drawn > self._options.max_sequences:
             raise UserError(f"{sampling.drawn} answers are more than run at once, inference.max_sequences: {self._options.max_sequences}")
         limit = min(self.context - len(prompt), sampling.max_tokens or self.context)
-        request = Request(key, list(prompt), sampling, priority, next(self._arrivals), limit)
+        chosen = None if adapter is None else self.adapters.find(adapter)
+        request = Request(key, list(prompt), sampling, priority, next(self._arrivals), limit, adapter=chosen)
         self._requests[key] = request
         first = self._answer(request, 0)
         first.copies = sampling.drawn - 1
@@ -307,7 +313,7 @@ def _piece(answer: Answer, stretch: Stretch) -> Piece:
     """All rows where log-probabilities of the prompt are wanted, else the last one where it is the last of all."""
     last = stretch.end == len(answer.tokens)
     wanted = range(0 if answer.request.wants_prompt else stretch.length - last, stretch.length)
-    return Piece(stretch, answer.tokens[stretch.start : stretch.end], wanted)
+    return Piece(stretch, answer.tokens[stretch.start : stretch.end], wanted, answer.request.adapter)
 
 
 def _tell_prompt(request: Request, stretch: Stretch, rows_RV: Tensor) -> None:

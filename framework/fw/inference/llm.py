@@ -80,6 +80,22 @@ class LLM:
                 raise UserError(f"a request has no '{name}'{did_you_mean(name, names)} (it has: {', '.join(names)})")
         return dataclasses.replace(self.defaults, **settings)
 
+    def load_adapter(self, name: str, directory: str | Path) -> None:
+        """From now on requests may ask for the adapter of a directory, of fw's or peft's, by this name, each for itself.
+
+        Raises:
+            UserError: there is none that fits, it changes more than linear layers by low rank, or the name is taken.
+        """
+        self.engine.adapters.load(name, str(directory))
+
+    def drop_adapter(self, name: str) -> None:
+        """No request may ask for it any more; those that have it go on.
+
+        Raises:
+            UserError: there is none of this name.
+        """
+        self.engine.adapters.drop(name)
+
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt; of a conversation, up to where the answer begins.
 
@@ -95,13 +111,20 @@ class LLM:
         raise UserError("a prompt is a text, a list of token ids, or a list of messages with role and content")
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], sampling: Sampling | None = None, *, progress: bool = False, **settings: Any
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling: Sampling | None = None,
+        *,
+        adapter: str | Sequence[str | None] | None = None,
+        progress: bool = False,
+        **settings: Any,
     ) -> list[Result]:
         """A result for each prompt, in their order.
 
         Args:
             prompts: one, or many.
             sampling: for all of them; instead of it ``settings``, its fields: ``max_tokens=100, temperature=0``.
+            adapter: name of one that was loaded, or one for each prompt.
             progress: show a bar.
 
         Raises:
@@ -111,11 +134,14 @@ class LLM:
             raise UserError(f"give either sampling or {', '.join(settings)}, not both")
         wanted = sampling or self.sampling(**settings)
         many = _many(prompts)
+        with_adapter = [adapter] * len(many) if adapter is None or isinstance(adapter, str) else list(adapter)
+        if len(with_adapter) != len(many):
+            raise UserError(f"adapter: {len(with_adapter)} names for {len(many)} prompts; give one for each, or one")
         keys = [f"prompt {next(self._keys)}" for _ in many]
         try:
-            for number, (key, prompt) in enumerate(zip(keys, many, strict=True)):
+            for number, (key, prompt, name) in enumerate(zip(keys, many, with_adapter, strict=True)):
                 try:
-                    self.engine.add(key, self.encode(prompt), wanted)
+                    self.engine.add(key, self.encode(prompt), wanted, adapter=name)
                 except UserError as error:
                     raise UserError(f"prompt {number}: {error}" if len(many) > 1 else str(error)) from None
             found: dict[str, Result] = {}
@@ -130,14 +156,16 @@ class LLM:
             raise
         return [found[key] for key in keys]
 
-    def stream(self, prompt: Prompt, sampling: Sampling | None = None, **settings: Any) -> Generator[Delta, None, None]:
+    def stream(
+        self, prompt: Prompt, sampling: Sampling | None = None, *, adapter: str | None = None, **settings: Any
+    ) -> Generator[Delta, None, None]:
         """What each step adds to the answer, as it comes; who stops listening ends it.
 
         Raises:
             UserError: a prompt that cannot be answered.
         """
         key = f"prompt {next(self._keys)}"
-        self.engine.add(key, self.encode(prompt), sampling or self.sampling(**settings))
+        self.engine.add(key, self.encode(prompt), sampling or self.sampling(**settings), adapter=adapter)
         try:
             ended = False
             while not ended:

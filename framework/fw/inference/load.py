@@ -12,6 +12,7 @@ import torch
 
 from fw.config import format_size, parse_size
 from fw.errors import UserError
+from fw.inference.adapters import Adapters
 from fw.inference.cached import Runner, ThroughCache
 from fw.inference.engine import Engine, Reads
 from fw.inference.options import Sampling
@@ -24,6 +25,7 @@ from fw.meter.memory import available_bytes
 from fw.place import place
 from fw.pretrained import load_model
 from fw.pretrained.directory import read_adapter_config, read_config
+from fw.pretrained.low_rank import read_low_rank
 from fw.recipe.inference import InferenceRecipe
 from fw.tokenizer import Tokenizer, load_tokenizer
 
@@ -83,8 +85,9 @@ def load(path: str | Path, recipe: InferenceRecipe, adapter: str | Path | None =
     all_read = model.active_parameters() == sum(parameter.numel() for parameter in model.parameters())
     own_threads = pack(model, options.weights) > 0
     reads = Reads(_read_by_each_step(model) if all_read else 0, token_bytes)
+    adapters = Adapters(model, device, lambda directory: read_low_rank(base, directory, ThroughCache(), dtype))
     engine = Engine(
-        Runner(model, cache, device),
+        Runner(model, cache, device, adapters),
         cache,
         options,
         tokenizer,
@@ -92,6 +95,7 @@ def load(path: str | Path, recipe: InferenceRecipe, adapter: str | Path | None =
         model.vocab_size,
         _ends(config, generation, tokenizer),
         reads,
+        adapters,
         own_threads,
     )
     chosen = {name: generation[name] for name in _CHOICE if generation.get(name) is not None} if generation.get("do_sample") else {}

@@ -42,12 +42,14 @@ class Asked:
     Attributes:
         chat: whether it is a chat completion.
         echo: whether the prompt is to be repeated before the answer.
+        adapter: one that is loaded; in OpenAI's format, where ``model`` is its name.
     """
 
     prompt: Prompt
     sampling: Sampling
     chat: bool
     echo: bool = False
+    adapter: str | None = None
 
 
 def asked(llm: LLM, url: str, body: Mapping[str, Any]) -> Asked:
@@ -79,7 +81,8 @@ def asked(llm: LLM, url: str, body: Mapping[str, Any]) -> Asked:
     if rest:
         name = next(iter(rest))
         raise UserError(f"'{name}' is not honoured{did_you_mean(name, [*_SAME, 'max_tokens', 'logprobs'])}; leave it out")
-    return Asked(prompt, llm.sampling(**settings), chat, echo)
+    model = body.get("model")
+    return Asked(prompt, llm.sampling(**settings), chat, echo, model if model in llm.engine.adapters.names else None)
 
 
 def _logprobs(rest: dict[str, Any], chat: bool) -> int | None:

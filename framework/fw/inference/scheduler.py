@@ -85,7 +85,7 @@ class Scheduler:
     def _admitted(self, answer: Answer, left: int) -> Stretch | None:
         request = answer.request
         if not request.wants_prompt:  # else all of it is to be computed
-            answer.computed = self.cache.reuse(answer.number, answer.tokens)
+            answer.computed = self.cache.reuse(answer.number, answer.tokens, request.salt)
             if answer.generated == 0:
                 request.cached = answer.computed
         length = min(answer.remaining, self._options.prompt_share, left)
@@ -106,4 +106,4 @@ class Scheduler:
         """A step has been made."""
         for answer, stretch in taken:
             answer.computed = stretch.end
-            self.cache.written(answer.number, answer.tokens, stretch.end)
+            self.cache.written(answer.number, answer.tokens, stretch.end, answer.request.salt)

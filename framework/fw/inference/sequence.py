@@ -7,6 +7,7 @@ from typing import Literal
 
 import torch
 
+from fw.inference.adapters import Adapter
 from fw.inference.options import Sampling
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -35,6 +36,7 @@ class Request:
         arrival: a number that grows.
         limit: tokens that each answer may have.
         cached: tokens of the prompt that were not computed, since others had them.
+        adapter: that its tokens are computed with.
     """
 
     key: str
@@ -46,6 +48,12 @@ class Request:
     answers: list[Answer] = field(default_factory=list)
     prompt_logprobs: Logprobs = field(default_factory=Logprobs)
     cached: int = 0
+    adapter: Adapter | None = None
+
+    @property
+    def salt(self) -> bytes:
+        """What its keys and values depend on besides its tokens."""
+        return b"" if self.adapter is None else self.adapter.salt
 
     @property
     def wants_prompt(self) -> bool:

@@ -87,11 +87,12 @@ class KVCache(ABC):
             False, and nothing has changed, where there is no room.
         """
 
-    def reuse(self, sequence: int, tokens: Sequence[int]) -> int:
-        """Begin ``sequence`` with as many of the first tokens as are known from other sequences; their number, less than all."""
+    def reuse(self, sequence: int, tokens: Sequence[int], salt: bytes = b"") -> int:
+        """Begin ``sequence`` with as many of the first tokens as are known from other sequences of the same salt; their number, less than
+        all."""
         return 0
 
-    def written(self, sequence: int, tokens: Sequence[int], count: int) -> None:
+    def written(self, sequence: int, tokens: Sequence[int], count: int, salt: bytes = b"") -> None:
         """The first ``count`` of ``tokens`` are in the cache now, for :meth:`reuse` by others."""
         return
 

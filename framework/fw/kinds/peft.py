@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from fw.kinds.model import Adapters, CausalLM
@@ -30,6 +31,20 @@ def adapters_are_off() -> bool:
     return _off
 
 
+@dataclass(frozen=True)
+class LowRank:
+    """A layer's change ``s · B A x``.
+
+    Attributes:
+        down: A's name in the model; ``up`` is B's.
+        scale: s.
+    """
+
+    down: str
+    up: str
+    scale: float
+
+
 class PeftPlugin(Plugin):
     """Decides what trains. What does not needs neither gradient nor optimizer state, and a checkpoint does not hold it."""
 
@@ -46,6 +61,11 @@ class PeftPlugin(Plugin):
             UserError: a field that cannot be honoured, by name.
         """
         raise NotImplementedError(f"{cls.__name__} reads no adapter_config.json")
+
+    def low_rank(self, model: CausalLM) -> Mapping[str, LowRank] | None:
+        """Of a model that this was applied to: the changes of linear layers, by the layers' names; None where not all that was added
+        are such."""
+        return None
 
     def check(self, model: CausalLM, spec: StepSpec) -> None:
         """Refuse what cannot work, before any rank starts. ``model`` is on the meta device, with its adapters.

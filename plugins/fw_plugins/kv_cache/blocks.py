@@ -22,7 +22,7 @@ class _Content:
     """What is in a full block.
 
     Attributes:
-        before: digest of the block before it.
+        before: digest of the block before it; of the first one, what makes its sequence another than those of the same tokens.
     """
 
     digest: bytes
@@ -111,13 +111,13 @@ class BlockPool:
         self.tables[target] = list(shared)
         self._chains[target] = self._chains.get(source, [])[: length // self.size]
 
-    def reuse(self, sequence: int, tokens: Sequence[int]) -> int:
-        """Begin with known blocks; how many tokens are in them, less than all."""
+    def reuse(self, sequence: int, tokens: Sequence[int], salt: bytes = b"") -> int:
+        """Begin with known blocks; how many tokens are in them, less than all. What is known of another salt is of others."""
         assert sequence not in self.tables, "it has begun"
         if not self._reuse:
             return 0
         table, chain = [], []
-        before = b""
+        before = salt
         for at in range((len(tokens) - 1) // self.size):
             content = self._of(before, tokens, at)
             block = self._known.get(content.digest)
@@ -133,13 +133,13 @@ class BlockPool:
             self.tables[sequence], self._chains[sequence] = table, chain
         return len(table) * self.size
 
-    def written(self, sequence: int, tokens: Sequence[int], count: int) -> None:
+    def written(self, sequence: int, tokens: Sequence[int], count: int, salt: bytes = b"") -> None:
         """The blocks that the first ``count`` tokens fill are known from now on."""
         if not self._reuse:
             return
         chain = self._chains.setdefault(sequence, [])
         for at in range(len(chain), count // self.size):
-            content = self._of(chain[-1] if chain else b"", tokens, at)
+            content = self._of(chain[-1] if chain else salt, tokens, at)
             chain.append(content.digest)
             block = self.tables[sequence][at]
             if content.digest not in self._known and block not in self._content:

@@ -87,13 +87,13 @@ class CacheInBlocks(KVCache):
         self.pool.fork(source, target, length)
         return True
 
-    def reuse(self, sequence: int, tokens: Sequence[int]) -> int:
+    def reuse(self, sequence: int, tokens: Sequence[int], salt: bytes = b"") -> int:
         """Whole blocks."""
-        return self.pool.reuse(sequence, tokens)
+        return self.pool.reuse(sequence, tokens, salt)
 
-    def written(self, sequence: int, tokens: Sequence[int], count: int) -> None:
+    def written(self, sequence: int, tokens: Sequence[int], count: int, salt: bytes = b"") -> None:
         """Whole blocks."""
-        self.pool.written(sequence, tokens, count)
+        self.pool.written(sequence, tokens, count, salt)
 
     def begin(self, stretches: Sequence[Stretch]) -> None:
         """Where everything is, once for all blocks of the model."""

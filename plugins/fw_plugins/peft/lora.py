@@ -11,9 +11,9 @@ from torch import nn
 
 from fw.errors import UserError
 from fw.kinds.model import Adapters, CausalLM, HFTensor, Init
-from fw.kinds.peft import PeftPlugin
+from fw.kinds.peft import LowRank, PeftPlugin
 from fw_plugins.peft.changed import PREFIX, begun_from, cut_along, patterns, refuse_unknown
-from fw_plugins.peft.lora_layers import add_to_embedding, add_to_linear
+from fw_plugins.peft.lora_layers import LoraLinear, add_to_embedding, add_to_linear
 from fw_plugins.peft.targets import ALL_LINEAR, by_pattern, chosen, matches, names_in_files, shortest
 
 _READ = {
@@ -130,6 +130,14 @@ class Lora(PeftPlugin):
         norms = {name: name.replace("lora_magnitude_vector", "weight") for name in added if name.endswith("lora_magnitude_vector")}
         because = "the norms of a layer's rows are of the whole layer" if norms else ""
         return Adapters(added, tensors, config, split, begun_from(c.adapter, config, _MUST_AGREE), because, norms)
+
+    def low_rank(self, model: CausalLM) -> Mapping[str, LowRank] | None:
+        """All but embeddings, lengths of rows, and what trains whole."""
+        changed = {name: module for name, module in model.named_modules() if hasattr(module, "lora_scale")}
+        plain = all(type(module) is LoraLinear for module in changed.values())
+        if not plain or self.config.bias != "none" or self.config.whole:
+            return None
+        return {name: LowRank(f"{name}.lora_A", f"{name}.lora_B", module.lora_scale) for name, module in changed.items()}
 
     def _add(self, module: nn.Module, rank: int, scale: float) -> Iterator[tuple[str, Init, str]]:
         """Names of what is added to a module, how it begins, and what files call it."""

@@ -1,0 +1,116 @@
+"""Adapters beside a model that generates: several at once, each for the tokens of its own requests (Chen et al. 2023, Punica,
+https://arxiv.org/abs/2310.18547)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fw.errors import UserError, did_you_mean
+from fw.kernels.linear import PackedLinear, available, takes
+from fw.kinds.model import CausalLM
+from fw.pretrained.low_rank import LowRankChange
+
+
+@dataclass(frozen=True, eq=False)
+class Adapter:
+    """One that is loaded.
+
+    Attributes:
+        number: no other has it, not even one that comes to have the name.
+        changes: what it adds to what layers give, of what they see; by their names.
+    """
+
+    name: str
+    number: int
+    changes: Mapping[str, Callable[[Tensor], Tensor]]
+
+    @property
+    def salt(self) -> bytes:
+        """What makes keys and values of its tokens others than those of the same tokens without it."""
+        return b"adapter %d" % self.number
+
+
+class Adapters:
+    """Those of a model. One that is dropped serves the requests that have it to their end.
+
+    Args:
+        read: gives the changes of a directory.
+    """
+
+    def __init__(self, model: CausalLM, device: torch.device, read: Callable[[str], Mapping[str, LowRankChange]]) -> None:
+        self._model, self._device, self._read = model, device, read
+        self._loaded: dict[str, Adapter] = {}
+        self._numbers = count(1)
+        self._hooked: set[str] = set()
+        self._now: Sequence[tuple[Adapter, Tensor]] = ()
+
+    @property
+    def names(self) -> list[str]:
+        """Of those that requests may ask for."""
+        return list(self._loaded)
+
+    def load(self, name: str, directory: str) -> None:
+        """From the next request on, ``name`` is what is in the directory.
+
+        Raises:
+            UserError: there is none that fits, or the name is taken.
+        """
+        if name in self._loaded:
+            raise UserError(f"an adapter '{name}' is loaded already; drop it first, or give another name")
+        changes = {layer: self._made(change) for layer, change in self._read(directory).items()}
+        for layer in changes.keys() - self._hooked:
+            self._model.get_submodule(layer).register_forward_hook(partial(self._add, layer))
+            self._hooked.add(layer)
+        self._loaded[name] = Adapter(name, next(self._numbers), changes)
+
+    def drop(self, name: str) -> None:
+        """No request may ask for it any more.
+
+        Raises:
+            UserError: there is none of this name.
+        """
+        self.find(name)
+        del self._loaded[name]
+
+    def find(self, name: str) -> Adapter:
+        """The one of this name.
+
+        Raises:
+            UserError: there is none.
+        """
+        if name not in self._loaded:
+            there = f"loaded are: {', '.join(self._loaded)}" if self._loaded else "none is loaded"
+            raise UserError(f"there is no adapter '{name}'{did_you_mean(name, list(self._loaded))} ({there})")
+        return self._loaded[name]
+
+    def serve(self, of: Sequence[Adapter | None]) -> None:
+        """What is computed next is of tokens with these adapters, one behind another."""
+        rows: dict[Adapter, list[int]] = {}
+        for row, adapter in enumerate(of):
+            if adapter is not None:
+                rows.setdefault(adapter, []).append(row)
+        self._now = [(adapter, torch.tensor(those, device=self._device)) for adapter, those in rows.items()]
+
+    def _made(self, change: LowRankChange) -> Callable[[Tensor], Tensor]:
+        down, up = (_layer(weight, self._device) for weight in (change.down_RI, change.up_OR))
+        return lambda x_TI: up(down(x_TI)) * change.scale
+
+    def _add(self, layer: str, _module: nn.Module, args: tuple[Any, ...], out_1TO: Tensor) -> None:
+        """After a layer: what adapters of its tokens add."""
+        for adapter, rows in self._now:
+            if (change := adapter.changes.get(layer)) is not None:
+                out_1TO[0].index_add_(0, rows, change(args[0][0, rows]))
+
+
+def _layer(weight_OI: Tensor, device: torch.device) -> nn.Module:
+    outputs, inputs = weight_OI.shape
+    layer = nn.Linear(inputs, outputs, bias=False, device="meta")
+    layer.weight = nn.Parameter(weight_OI.to(device), requires_grad=False)
+    return PackedLinear(layer) if takes(layer) and available() else layer

@@ -1,0 +1,64 @@
+"""An adapter read without a model to put it into: low-rank changes of a model's layers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fw import registry
+from fw.checkpointing.tensor_files import ADAPTER, TensorFiles, adapter_for
+from fw.errors import UserError
+from fw.kinds import KINDS
+from fw.kinds.attention import AttentionPlugin
+from fw.kinds.model import ModelPlugin
+from fw.locate import ADAPTER_CONFIG, find
+from fw.pretrained.reading import peft_for
+
+
+@dataclass(frozen=True)
+class LowRankChange:
+    """``s · B A x`` beside what a layer gives.
+
+    Attributes:
+        down_RI: A, of rank R.
+        up_OR: B.
+        scale: s.
+    """
+
+    down_RI: Tensor
+    up_OR: Tensor
+    scale: float
+
+
+def read_low_rank(base: str | Path, adapter: str | Path, attention: AttentionPlugin, dtype: torch.dtype) -> Mapping[str, LowRankChange]:
+    """The changes of an adapter by the names of the layers, on the host.
+
+    Args:
+        base: directory of the model that it is of.
+        adapter: its directory, of fw's or peft's.
+        attention: for building the model, of which nothing is computed.
+
+    Raises:
+        UserError: there is none, it does not fit the model, or it changes more than linear layers by low rank.
+    """
+    directory = find(adapter, ADAPTER_CONFIG)
+    cls = registry.load("model", "auto", ModelPlugin, KINDS["model"].apis)
+    plugin = cls(cls.Config(path=str(base)))
+    assert isinstance(plugin, ModelPlugin) and plugin.vocab_size is not None
+    peft = peft_for(directory)
+    with torch.device("meta"):
+        model = plugin.build(plugin.vocab_size, 1, attention)
+        model.adapters = peft.apply(model)
+        layers = peft.low_rank(model)
+    if model.adapters is None or layers is None:
+        raise UserError(
+            f"{directory} changes more than linear layers by low rank, which several adapters at once cannot; give it as the one adapter,"
+            " --adapter, or merge it: fw checkpoint merge"
+        )
+    tensors = {name: torch.empty(model.get_parameter(name).shape, dtype=dtype) for name in model.adapters.added}
+    adapter_for(TensorFiles(directory, ADAPTER), model)(tensors)
+    return {name: LowRankChange(tensors[of.down], tensors[of.up], of.scale) for name, of in layers.items()}
