@@ -56,7 +56,18 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
     for name, (kind, text) in _NUMBERS.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar="N" if kind is int else "X", help=text)
     parser.add_argument("--stop", action="append", metavar="TEXT", help="text that ends an answer; may be given again")
+    parser.add_argument("--json-schema", type=_text_or_file, metavar="JSON|FILE", help="answers are JSON by this schema; {} for any")
+    parser.add_argument("--regex", metavar="REGEX", help="answers are what this matches")
+    parser.add_argument("--grammar", type=_text_or_file, metavar="LARK|FILE", help="answers are of this grammar")
     parser.add_argument("--ignore-eos", action="store_true", default=None, help="go on at the model's own end")
+
+
+def _text_or_file(given: str) -> str:
+    """What is in the file of this name, if there is one."""
+    try:
+        return Path(given).read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        return given
 
 
 def run(options: argparse.Namespace) -> int:
@@ -99,7 +110,7 @@ def load(options: argparse.Namespace) -> LLM:
 
 def settings(options: argparse.Namespace) -> dict[str, Any]:
     """What was said of how tokens are chosen."""
-    names = [*_NUMBERS, "stop", "ignore_eos"]
+    names = [*_NUMBERS, "stop", "json_schema", "regex", "grammar", "ignore_eos"]
     return {name: value for name in names if (value := getattr(options, name)) is not None}
 
 

@@ -18,6 +18,7 @@ from fw.inference.options import Sampling
 from fw.inference.sampling import choose
 from fw.inference.scheduler import Scheduler
 from fw.inference.sequence import Answer, FinishReason, Logprobs, Request
+from fw.inference.structure import Structure
 from fw.inference.text import AnswerText
 from fw.kernels.threads import alone
 from fw.kinds.kv_cache import KVCache, Stretch
@@ -148,6 +149,7 @@ class Engine:
         self._runner, self._options, self._tokenizer = runner, options, tokenizer
         self.context, self._vocab_size, self._ends = context, vocab_size, ends
         self.scheduler = Scheduler(cache, options)
+        self._structure = Structure(tokenizer, vocab_size, ends)
         self.reads, self.read_bytes = reads, 0
         self.adapters, self._own_threads = adapters, own_threads
         self._requests: dict[str, Request] = {}
@@ -187,7 +189,9 @@ class Engine:
             raise UserError(f"{sampling.drawn} answers are more than run at once, inference.max_sequences: {self._options.max_sequences}")
         limit = min(self.context - len(prompt), sampling.max_tokens or self.context)
         chosen = None if adapter is None else self.adapters.find(adapter)
-        request = Request(key, list(prompt), sampling, priority, next(self._arrivals), limit, adapter=chosen)
+        request = Request(
+            key, list(prompt), sampling, priority, next(self._arrivals), limit, adapter=chosen, form=self._structure.form(sampling)
+        )
         self._requests[key] = request
         first = self._answer(request, 0)
         first.copies = sampling.drawn - 1
@@ -236,6 +240,7 @@ class Engine:
             else:
                 generator.manual_seed(hash((sampling.seed, index)) % (1 << 63))
         answer = Answer(request, next(self._numbers), index, list(request.prompt), generator)
+        answer.form = None if request.form is None else request.form.copy()
         self._texts[answer.number] = AnswerText(self._tokenizer, sampling.stop, sampling.min_tokens)
         request.answers.append(answer)
         return answer
@@ -265,15 +270,20 @@ class Engine:
     def _take(self, answer: Answer, token: int) -> Delta:
         """What a new token means for its answer."""
         sampling, text = answer.request.sampling, self._texts[answer.number]
-        enough = answer.generated >= sampling.min_tokens
         asked = token in sampling.stop_token_ids
-        ends = enough and (asked or (token in self._ends and not sampling.ignore_eos))
+        ends = answer.generated >= sampling.min_tokens and (asked or (token in self._ends and not sampling.ignore_eos))
+        if answer.form is not None:
+            ends = ends or token in self._ends
+            if not ends:
+                answer.form.take(token)
         more = "" if ends else text.push(token)
         reason: FinishReason | None = None
         if ends:
             reason, answer.stopped_by = "stop", token if asked else None
         elif text.stopped_by is not None:
             reason, answer.stopped_by = "stop", text.stopped_by
+        elif answer.form is not None and answer.form.ended:
+            reason = "stop"
         elif answer.generated >= answer.request.limit:
             reason = "length"
         logprob = answer.logprobs.chosen[-1] if sampling.logprobs is not None else None

@@ -138,6 +138,7 @@ class LLM:
         if len(with_adapter) != len(many):
             raise UserError(f"adapter: {len(with_adapter)} names for {len(many)} prompts; give one for each, or one")
         keys = [f"prompt {next(self._keys)}" for _ in many]
+        asked = set(keys)
         try:
             for number, (key, prompt, name) in enumerate(zip(keys, many, with_adapter, strict=True)):
                 try:
@@ -148,8 +149,9 @@ class LLM:
             with tqdm(total=len(many), desc="generating", unit="prompt", leave=False, disable=None if progress else True) as bar:
                 while len(found) < len(many):
                     for result in self.engine.step()[1]:
-                        found[result.key] = result
-                        bar.update()
+                        if result.key in asked:  # others may be there that somebody added
+                            found[result.key] = result
+                            bar.update()
         except BaseException:
             for key in keys:
                 self.engine.abort(key)

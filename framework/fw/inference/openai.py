@@ -30,6 +30,9 @@ _SAME = (
     "stop_token_ids",
     "logit_bias",
     "prompt_logprobs",
+    "json_schema",
+    "regex",
+    "grammar",
 )
 _WITHOUT_EFFECT = ("model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
 """What says who asks or what is kept, not what is answered."""
@@ -73,6 +76,7 @@ def asked(llm: LLM, url: str, body: Mapping[str, Any]) -> Asked:
     if "max_tokens" not in settings:
         settings["max_tokens"] = None if chat else 16
     settings["logprobs"] = _logprobs(rest, chat)
+    settings |= _form(rest.pop("response_format", None))
     if not chat and "best_of" in rest:
         settings["best_of"] = rest.pop("best_of")
     echo = bool(rest.pop("echo", False)) and not chat
@@ -83,6 +87,18 @@ def asked(llm: LLM, url: str, body: Mapping[str, Any]) -> Asked:
         raise UserError(f"'{name}' is not honoured{did_you_mean(name, [*_SAME, 'max_tokens', 'logprobs'])}; leave it out")
     model = body.get("model")
     return Asked(prompt, llm.sampling(**settings), chat, echo, model if model in llm.engine.adapters.names else None)
+
+
+def _form(wanted: Any) -> dict[str, Any]:
+    """Of the answer, by a ``response_format``."""
+    kind = wanted.get("type") if isinstance(wanted, dict) else None
+    if wanted is None or kind == "text":
+        return {}
+    if kind == "json_object":
+        return {"json_schema": {"type": "object"}}
+    if kind == "json_schema" and isinstance(named := wanted.get("json_schema"), dict) and "schema" in named:
+        return {"json_schema": named["schema"]}
+    raise UserError(f"response_format: {wanted!r} is neither text, nor json_object, nor a json_schema with its schema")
 
 
 def _logprobs(rest: dict[str, Any], chat: bool) -> int | None:

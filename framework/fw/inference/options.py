@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from fw.errors import UserError
 
@@ -37,6 +39,9 @@ class Sampling:
         logprobs: log-probabilities of the tokens, and of so many likeliest in their place; None for none. They are the model's own, before
             temperature and all else.
         prompt_logprobs: the same of the prompt's tokens.
+        json_schema: the answer is JSON by this schema (an object, or its text); ``{}`` for any JSON.
+        regex: the answer is what this regular expression matches as a whole, in the syntax of Rust's crate regex.
+        grammar: the answer is of this grammar, in llguidance's dialect of Lark.
     """
 
     max_tokens: int | None = 256
@@ -57,6 +62,9 @@ class Sampling:
     ignore_eos: bool = False
     logprobs: int | None = 0
     prompt_logprobs: int | None = None
+    json_schema: Mapping[str, Any] | str | None = None
+    regex: str | None = None
+    grammar: str | None = None
 
     def __post_init__(self) -> None:
         self._take_lists()
@@ -93,6 +101,7 @@ class Sampling:
             raise UserError(f"min_tokens: {self.min_tokens} is more than max_tokens {self.max_tokens}")
         if not all(self.stop):
             raise UserError("stop: an empty text ends every answer before it begins; leave it out")
+        parsed_form(self.json_schema, self.regex, self.grammar)
 
     def _take_lists(self) -> None:
         """In the forms in which JSON has them, too: one text for a list of it, numbers as keys in quotation marks."""
@@ -115,6 +124,36 @@ class Sampling:
         return self.best_of or self.n
 
     @property
+    def form(self) -> tuple[str, Any] | None:
+        """Of the answer: ``json_schema``, ``regex`` or ``grammar``, and what was given."""
+        return parsed_form(self.json_schema, self.regex, self.grammar)
+
+    @property
     def greedy(self) -> bool:
         """Whether nothing is left to chance."""
         return self.temperature == 0
+
+
+def parsed_form(json_schema: Any, regex: Any, grammar: Any) -> tuple[str, Any] | None:
+    """The one that is asked for.
+
+    Raises:
+        UserError: several, or one that is of no such kind.
+    """
+    given = {name: value for name, value in (("json_schema", json_schema), ("regex", regex), ("grammar", grammar)) if value is not None}
+    if not given:
+        return None
+    if len(given) > 1:
+        raise UserError(f"{' and '.join(given)}: an answer has one form; give one of them")
+    ((name, value),) = given.items()
+    if name == "json_schema":
+        if isinstance(value, str):
+            try:
+                value = json.loads(value)
+            except ValueError as error:
+                raise UserError(f"json_schema: not JSON: {error}") from None
+        if not isinstance(value, dict | bool):
+            raise UserError(f"json_schema: {value!r} is no schema")
+    elif not isinstance(value, str):
+        raise UserError(f"{name}: {value!r} is no text")
+    return name, value

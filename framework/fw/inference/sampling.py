@@ -68,7 +68,9 @@ def _change(logits_V: Tensor, answer: Answer, ends: frozenset[int]) -> None:
         logits_V[seen] -= sampling.presence_penalty + sampling.frequency_penalty * times
     for token, bias in sampling.logit_bias.items():
         logits_V[token] += bias
-    if answer.generated < sampling.min_tokens:
-        stops = [*ends, *sampling.stop_token_ids]
-        if stops:
-            logits_V[torch.tensor(stops, device=logits_V.device)] = -torch.inf
+    if answer.form is not None:
+        logits_V.masked_fill_(~answer.form.allowed(len(logits_V)).to(logits_V.device), -torch.inf)
+    if answer.generated < sampling.min_tokens and (stops := [*ends, *sampling.stop_token_ids]):
+        others_V = logits_V.index_fill(0, torch.tensor(stops, device=logits_V.device), -torch.inf)
+        if others_V.max() > -torch.inf:  # a form that is whole can only end
+            logits_V.copy_(others_V)

@@ -9,6 +9,7 @@ import torch
 
 from fw.inference.adapters import Adapter
 from fw.inference.options import Sampling
+from fw.inference.structure import Form
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -37,6 +38,7 @@ class Request:
         limit: tokens that each answer may have.
         cached: tokens of the prompt that were not computed, since others had them.
         adapter: that its tokens are computed with.
+        form: that its answers begin with.
     """
 
     key: str
@@ -49,6 +51,7 @@ class Request:
     prompt_logprobs: Logprobs = field(default_factory=Logprobs)
     cached: int = 0
     adapter: Adapter | None = None
+    form: Form | None = None
 
     @property
     def salt(self) -> bytes:
@@ -77,6 +80,7 @@ class Answer:
         computed: of these, how many are in the cache.
         copies: answers that begin where this one does, and come to be with its first token.
         total: sum of the log-probabilities of its own tokens.
+        form: that it is to have, and where it is in it.
     """
 
     request: Request
@@ -90,6 +94,7 @@ class Answer:
     stopped_by: str | int | None = None
     logprobs: Logprobs = field(default_factory=Logprobs)
     total: float = 0.0
+    form: Form | None = None
 
     @property
     def own(self) -> list[int]:

@@ -100,6 +100,11 @@ class Tokenizer:
         files = {TOKENIZER: backend.to_str(pretty=True).encode(), CONFIG: (json.dumps(config, indent=1) + "\n").encode()}
         return cls(files if chat_template is None else {**files, TEMPLATE: chat_template.encode()})
 
+    @property
+    def backend_json(self) -> str:
+        """``tokenizer.json``'s text, as the library tokenizers writes it."""
+        return str(self._backend.to_str())
+
     def as_transformers_reads_it(self, hint: ModelHint) -> Tokenizer:
         """What AutoTokenizer will make of these files beside such a ``config.json``: for a tokenizer that fw made, not always the same.
 
