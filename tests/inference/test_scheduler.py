@@ -13,9 +13,10 @@ from fw.errors import UserError
 from inference.crowd import ADAPTERS, CONTEXT, END, SIZE, VOCABULARY, Crowd, some_prompt
 
 
-def test_ten_thousand_requests():
+@pytest.mark.parametrize("speculate", [0, 3])
+def test_ten_thousand_requests(speculate):
     chance = random.Random(0)
-    crowd = Crowd(blocks=40, max_sequences=8, step_tokens=40)
+    crowd = Crowd(blocks=40, max_sequences=8, step_tokens=40, speculate=speculate)
     most_waiting = 0
     for number in range(10_000):
         ask(crowd, str(number), chance)
@@ -51,10 +52,14 @@ class Machine(RuleBasedStateMachine):
     """The same in any order that breaks something."""
 
     @initialize(
-        blocks=st.integers(3, 24), sequences=st.integers(1, 6), step=st.integers(6, 40), share=st.one_of(st.none(), st.integers(1, 9))
+        blocks=st.integers(3, 24),
+        sequences=st.integers(1, 6),
+        step=st.integers(6, 40),
+        share=st.one_of(st.none(), st.integers(1, 9)),
+        speculate=st.sampled_from([0, 0, 1, 4]),
     )
-    def begin(self, blocks: int, sequences: int, step: int, share: int | None) -> None:
-        self.crowd = Crowd(blocks, max_sequences=sequences, step_tokens=step, prompt_tokens=share)
+    def begin(self, blocks: int, sequences: int, step: int, share: int | None, speculate: int) -> None:
+        self.crowd = Crowd(blocks, max_sequences=sequences, step_tokens=step, prompt_tokens=share, speculate=speculate)
         self.count = 0
 
     @rule(

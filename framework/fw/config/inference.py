@@ -31,6 +31,9 @@ class InferenceSection:
     step_tokens: int = 512
     """Tokens that one step computes, of prompts and answers together: with more, long prompts are faster, and others wait longer for their
     next token. Activations grow in proportion."""
+    speculate: int = 0
+    """Tokens of an answer that are guessed ahead, by what followed the same tokens before, and checked in one step: what is generated stays
+    the same. Worth it for answers that repeat what they were given, and few sequences at once. No effect on memory but a row each."""
     prompt_tokens: int | None = None
     """Of these, most that one prompt may take, so that a long one does not keep short ones waiting; empty for half."""
 
@@ -39,6 +42,8 @@ class InferenceSection:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UserError(f"inference.{name}: {value} is too small; the least is 1")
+        if self.speculate < 0:
+            raise UserError(f"inference.speculate: {self.speculate} is too small; the least is 0, for no guesses")
         if self.max_sequences > self.step_tokens:
             raise UserError(
                 f"inference.max_sequences: {self.max_sequences} sequences want a token each, and inference.step_tokens is"

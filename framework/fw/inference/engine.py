@@ -151,6 +151,7 @@ class Engine:
         self.scheduler = Scheduler(cache, options)
         self._structure = Structure(tokenizer, vocab_size, ends)
         self.reads, self.read_bytes = reads, 0
+        self.guesses, self.right_guesses = 0, 0
         self.adapters, self._own_threads = adapters, own_threads
         self._requests: dict[str, Request] = {}
         self._texts: dict[int, AnswerText] = {}
@@ -220,15 +221,44 @@ class Engine:
         self.scheduler.computed(taken)
         self.read_bytes += self.reads.step_bytes + int(self.reads.token_bytes * sum(stretch.end for _, stretch in taken))
         ready: list[tuple[Answer, Tensor]] = []
+        guessed: list[tuple[Answer, Tensor]] = []
         for (answer, stretch), rows_RV in zip(taken, logits, strict=True):
             if answer.request.wants_prompt:
                 _tell_prompt(answer.request, stretch, rows_RV)
             if answer.remaining == 0:
-                ready += [(each, rows_RV[-1]) for each in self._all_of(answer)]
+                guesses = stretch.end - answer.computed
+                ready += [(each, rows_RV[-1 - guesses]) for each in self._all_of(answer)]
+                guessed += [(answer, rows_RV[-guesses:])] if guesses else []
         deltas = self._chosen(ready) if ready else []
+        deltas += self._checked(guessed)
+        self._guess([answer for answer, _ in ready])
         ended = [self._requests[key] for key in dict.fromkeys(d.key for d in deltas if d.finish_reason)]
         results = [self._ended(request) for request in ended if all(a.finish_reason for a in request.answers)]
         return deltas, results
+
+    def _checked(self, guessed: Sequence[tuple[Answer, Tensor]]) -> list[Delta]:
+        """Tokens after those that were guessed, as far as guesses are what was chosen."""
+        deltas: list[Delta] = []
+        self.guesses += sum(len(rows_RV) for _, rows_RV in guessed)
+        turn = 0
+        while guessed := [
+            (answer, rows_RV)
+            for answer, rows_RV in guessed
+            if answer.finish_reason is None and turn < len(rows_RV) and answer.tokens[-1] == answer.guessed[turn]
+        ]:
+            self.right_guesses += len(guessed)
+            for answer, _ in guessed:
+                answer.computed += 1
+            deltas += self._chosen([(answer, rows_RV[turn]) for answer, rows_RV in guessed])
+            turn += 1
+        return deltas
+
+    def _guess(self, answers: Sequence[Answer]) -> None:
+        """For the next step."""
+        for answer in answers if self._options.speculate else ():
+            if answer.finish_reason is None:
+                most = min(self._options.speculate, answer.request.limit - answer.generated - 1)
+                answer.guessed = answer.lookup.guess(answer.tokens, most) if most > 0 else []
 
     def _answer(self, request: Request, index: int) -> Answer:
         sampling = request.sampling
@@ -321,9 +351,11 @@ class Engine:
 
 def _piece(answer: Answer, stretch: Stretch) -> Piece:
     """All rows where log-probabilities of the prompt are wanted, else the last one where it is the last of all."""
-    last = stretch.end == len(answer.tokens)
-    wanted = range(0 if answer.request.wants_prompt else stretch.length - last, stretch.length)
-    return Piece(stretch, answer.tokens[stretch.start : stretch.end], wanted, answer.request.adapter)
+    last = stretch.end >= len(answer.tokens)
+    guesses = max(0, stretch.end - len(answer.tokens))
+    wanted = range(0 if answer.request.wants_prompt else stretch.length - last - guesses, stretch.length)
+    tokens = [*answer.tokens[stretch.start : stretch.end], *answer.guessed[:guesses]]
+    return Piece(stretch, tokens, wanted, answer.request.adapter)
 
 
 def _tell_prompt(request: Request, stretch: Stretch, rows_RV: Tensor) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from tqdm import tqdm
 from fw.config import Config
 from fw.config.origin import Origin
 from fw.errors import UserError, did_you_mean
+from fw.inference.background import Background, Told
 from fw.inference.engine import Delta, Result
 from fw.inference.load import load
 from fw.inference.options import Sampling
@@ -64,6 +67,7 @@ class LLM:
         self.engine, self.tokenizer, self.model, self.defaults = loaded.engine, loaded.tokenizer, loaded.model, loaded.defaults
         self.kv_budget_bytes, self.device = loaded.kv_budget_bytes, loaded.device
         self._keys = count()
+        self._background: Background | None = None
 
     def sampling(self, **settings: Any) -> Sampling:
         """What a request asks for, the model's own way of choosing where it does not say.
@@ -86,7 +90,7 @@ class LLM:
         Raises:
             UserError: there is none that fits, it changes more than linear layers by low rank, or the name is taken.
         """
-        self.engine.adapters.load(name, str(directory))
+        self._between_steps(lambda: self.engine.adapters.load(name, str(directory)))
 
     def drop_adapter(self, name: str) -> None:
         """No request may ask for it any more; those that have it go on.
@@ -94,7 +98,13 @@ class LLM:
         Raises:
             UserError: there is none of this name.
         """
-        self.engine.adapters.drop(name)
+        self._between_steps(lambda: self.engine.adapters.drop(name))
+
+    def _between_steps(self, what: Callable[[], None]) -> None:
+        if self._background is None:
+            what()
+        else:
+            self._background.call(what).result()
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt; of a conversation, up to where the answer begins.
@@ -132,6 +142,7 @@ class LLM:
         """
         if sampling is not None and settings:
             raise UserError(f"give either sampling or {', '.join(settings)}, not both")
+        self._alone()
         wanted = sampling or self.sampling(**settings)
         many = _many(prompts)
         with_adapter = [adapter] * len(many) if adapter is None or isinstance(adapter, str) else list(adapter)
@@ -166,6 +177,7 @@ class LLM:
         Raises:
             UserError: a prompt that cannot be answered.
         """
+        self._alone()
         key = f"prompt {next(self._keys)}"
         self.engine.add(key, self.encode(prompt), sampling or self.sampling(**settings), adapter=adapter)
         try:
@@ -176,6 +188,59 @@ class LLM:
                 yield from (delta for delta in deltas if delta.key == key)
         finally:
             self.engine.abort(key)
+
+    async def astream(
+        self, prompt: Prompt, sampling: Sampling | None = None, *, priority: int = 0, adapter: str | None = None, **settings: Any
+    ) -> AsyncGenerator[Delta | Result, None]:
+        """What each step adds to the answer, as it comes, and last the result; others' requests share the steps. Who stops listening ends
+        it.
+
+        The model works in a thread of its own from the first such call on, until :meth:`close`.
+
+        Args:
+            priority: lower goes first.
+
+        Raises:
+            UserError: a prompt that cannot be answered.
+        """
+        wanted, ids = sampling or self.sampling(**settings), self.encode(prompt)
+        if self._background is None:
+            self._background = Background(self.engine)
+        key, loop = f"prompt {next(self._keys)}", asyncio.get_running_loop()
+        told: asyncio.Queue[Told] = asyncio.Queue()
+        self._background.add(key, ids, wanted, lambda each: _pass_on(loop, told, each), priority, adapter)
+        try:
+            while True:
+                each = await told.get()
+                if isinstance(each, BaseException):
+                    raise each
+                yield each
+                if isinstance(each, Result):
+                    return
+        finally:
+            self._background.abort(key)
+
+    async def agenerate(self, prompt: Prompt, sampling: Sampling | None = None, **settings: Any) -> Result:
+        """The result of a prompt; others' requests share the steps. As :meth:`astream`."""
+        async for each in self.astream(prompt, sampling, **settings):
+            if isinstance(each, Result):
+                return each
+        raise AssertionError("a stream ends with its result")
+
+    def close(self) -> None:
+        """End what :meth:`astream` began; the model can be used as before."""
+        if self._background is not None:
+            self._background.close()
+            self._background = None
+
+    def _alone(self) -> None:
+        if self._background is not None:
+            raise UserError("astream and agenerate have the model; use these, or close() first")
+
+
+def _pass_on(loop: asyncio.AbstractEventLoop, told: asyncio.Queue[Told], each: Told) -> None:
+    with suppress(RuntimeError):  # the loop is closed, so that nobody listens
+        loop.call_soon_threadsafe(told.put_nowait, each)
 
 
 def _many(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:

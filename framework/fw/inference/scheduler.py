@@ -63,6 +63,9 @@ class Scheduler:
             answer = self.running[len(taken)]
             behind = len(self.running) - len(taken) - 1
             length = min(answer.remaining, max(1, min(self._options.prompt_share, left - behind)))
+            guessed = min(len(answer.guessed), left - behind - length) if length == answer.remaining else 0
+            if guessed > 0 and self.cache.reserve(answer.number, answer.computed, answer.computed + length + guessed):
+                length += guessed
             while answer in self.running and not self.cache.reserve(answer.number, answer.computed, answer.computed + length):
                 self._preempt(self.running[-1])
                 preempted = True
@@ -103,7 +106,7 @@ class Scheduler:
         self.preemptions += 1
 
     def computed(self, taken: Sequence[tuple[Answer, Stretch]]) -> None:
-        """A step has been made."""
+        """A step has been made; whether its guesses are right is not known yet."""
         for answer, stretch in taken:
-            answer.computed = stretch.end
-            self.cache.written(answer.number, answer.tokens, stretch.end, answer.request.salt)
+            answer.computed = min(stretch.end, len(answer.tokens))
+            self.cache.written(answer.number, answer.tokens, answer.computed, answer.request.salt)

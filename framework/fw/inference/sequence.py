@@ -9,6 +9,7 @@ import torch
 
 from fw.inference.adapters import Adapter
 from fw.inference.options import Sampling
+from fw.inference.speculation import Lookup
 from fw.inference.structure import Form
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -81,6 +82,8 @@ class Answer:
         copies: answers that begin where this one does, and come to be with its first token.
         total: sum of the log-probabilities of its own tokens.
         form: that it is to have, and where it is in it.
+        guessed: tokens that may come next, for the next step to check.
+        lookup: that they come from.
     """
 
     request: Request
@@ -95,6 +98,8 @@ class Answer:
     logprobs: Logprobs = field(default_factory=Logprobs)
     total: float = 0.0
     form: Form | None = None
+    guessed: list[int] = field(default_factory=list)
+    lookup: Lookup = field(default_factory=Lookup)
 
     @property
     def own(self) -> list[int]:
