@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from tqdm import tqdm
 
+from fw.checkpointing.pages import leave
 from fw.checkpointing.placement import local_part
 from fw.checkpointing.ranges import RangeFile
 from fw.checkpointing.stream import DTYPES
@@ -84,7 +85,10 @@ class TensorFiles:
         wanted = [slice(s.start - r.start, s.stop - r.start) for s, r in zip(both, region, strict=True)][part.of.index is not None :]
         if part.of.transposed:
             wanted.reverse()
-        target.copy_(self._region(name, wanted) if wanted else self.whole(name))
+        source = self._region(name, wanted) if wanted else self.whole(name)
+        target.copy_(source)
+        if self.directory.local is not None:
+            leave(source)
 
     def kept(self, name: str, weight: Quantized) -> Mapping[str, Tensor] | None:
         """Values of the parameters that a model keeps a quantized weight as; None where the files have no such codes."""
