@@ -39,13 +39,14 @@ def _generating() -> bool:
     return not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()
 
 
-def _applies(*tensors: Tensor) -> bool:
+def applies(*tensors: Tensor) -> bool:
+    """Whether these are what the kernels take, where there are kernels."""
     return _generating() and all(type(x) in _PLAIN and x.dtype == torch.bfloat16 and x.is_cpu and x.is_contiguous() for x in tensors)
 
 
 def rms_norm(x_D: Tensor, weight_D: Tensor, eps: float, *, shifted: bool = False) -> Tensor | None:
     """``x / sqrt(mean(x²) + eps) · weight`` over the last dimension, ``1 + weight`` where shifted; ``[…, D]``."""
-    if not _applies(x_D, weight_D) or x_D.shape[-1] % _LANES or (function := _function("fw_rms_norm_bf16")) is None:
+    if not applies(x_D, weight_D) or x_D.shape[-1] % _LANES or (function := _function("fw_rms_norm_bf16")) is None:
         return None
     y_D = torch.empty_like(x_D)
     size = x_D.shape[-1]
@@ -58,7 +59,7 @@ def rotate(x_1NTH: Tensor, cos_11TH: Tensor, sin_11TH: Tensor) -> Tensor | None:
     if not _generating() or len(x_1NTH) != 1 or not (cos_11TH.is_contiguous() and sin_11TH.is_contiguous()):
         return None
     x_TNH = x_1NTH[0].transpose(0, 1)
-    if not _applies(x_TNH) or cos_11TH.dtype != torch.float32 or (function := _function("fw_rotate_bf16")) is None:
+    if not applies(x_TNH) or cos_11TH.dtype != torch.float32 or (function := _function("fw_rotate_bf16")) is None:
         return None
     y_TNH = torch.empty_like(x_TNH)
     tokens, heads, size = x_TNH.shape
@@ -68,7 +69,7 @@ def rotate(x_1NTH: Tensor, cos_11TH: Tensor, sin_11TH: Tensor) -> Tensor | None:
 
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor | None:
     """``silu(gate) · up``."""
-    if not _applies(gate, up) or gate.shape != up.shape or (function := _function("fw_silu_mul_bf16")) is None:
+    if not applies(gate, up) or gate.shape != up.shape or (function := _function("fw_silu_mul_bf16")) is None:
         return None
     y = torch.empty_like(gate)
     function(gate.data_ptr(), up.data_ptr(), y.data_ptr(), gate.numel())

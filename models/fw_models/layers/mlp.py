@@ -32,7 +32,9 @@ class GatedMLP(nn.Module):
 
     def forward(self, x_BLD: Tensor) -> Tensor:
         """``[B, L, D]`` → ``[B, L, D]``."""
-        gate, up = self.gate_proj(x_BLD), self.up_proj(x_BLD)
-        if self.activation is F.silu and (at_once := elementwise.silu_mul(gate, up)) is not None:
-            return self.down_proj(at_once)
-        return self.down_proj(self.activation(gate) * up)
+        if self.activation is F.silu and elementwise.applies(x_BLD):
+            gate, up = self.gate_proj(x_BLD), self.up_proj(x_BLD)
+            at_once = elementwise.silu_mul(gate, up)
+            return self.down_proj(F.silu(gate) * up if at_once is None else at_once)
+        # Nothing holds what the gate was: without gradients it is gone before the next product begins.
+        return self.down_proj(self.activation(self.gate_proj(x_BLD)) * self.up_proj(x_BLD))
