@@ -206,9 +206,10 @@ class LLM:
         wanted, ids = sampling or self.sampling(**settings), self.encode(prompt)
         if self._background is None:
             self._background = Background(self.engine)
+        background = self._background  # the one that has the request, whoever closes it meanwhile
         key, loop = f"prompt {next(self._keys)}", asyncio.get_running_loop()
         told: asyncio.Queue[Told] = asyncio.Queue()
-        self._background.add(key, ids, wanted, lambda each: _pass_on(loop, told, each), priority, adapter)
+        background.add(key, ids, wanted, lambda each: _pass_on(loop, told, each), priority, adapter)
         try:
             while True:
                 each = await told.get()
@@ -218,7 +219,7 @@ class LLM:
                 if isinstance(each, Result):
                     return
         finally:
-            self._background.abort(key)
+            background.abort(key)
 
     async def agenerate(self, prompt: Prompt, sampling: Sampling | None = None, **settings: Any) -> Result:
         """The result of a prompt; others' requests share the steps. As :meth:`astream`."""
