@@ -91,6 +91,9 @@ class Background:
                     self._tell(*self._engine.step())
             except Exception as error:
                 self._give_up(error)
+        while not self._todo.empty():  # who came too late is told so, too
+            if (task := self._todo.get()) is not None:
+                task()
         self._give_up(RuntimeError("the engine was closed before the answer was whole"))
 
     def _tell(self, deltas: Sequence[Delta], results: Sequence[Result]) -> None:
