@@ -73,6 +73,21 @@ def test_products_of_codes(kernel, outputs, inputs, bias):
             assert torch.equal(found, each), "a row alone, and beside others"
 
 
+@pytest.mark.parametrize("outputs, inputs", [(32, 2), (96, 64), (33, 50), (1, 130), (257, 1024), (64, 94)])
+def test_products_of_what_lies_as_in_a_file(kernel, outputs, inputs):
+    """The same to the last bit as of what is packed, rows or columns one behind another; W itself is what is read."""
+    of = layer(outputs, inputs, True)
+    packed = linear.PackedLinear(of)
+    for columns in (False, True):
+        weight = of.weight.t().contiguous().t() if columns else of.weight
+        of.weight = torch.nn.Parameter(weight, requires_grad=False)
+        plain = linear.PlainLinear(of)
+        assert plain.packed.data_ptr() == of.weight.data_ptr() and plain.weight_bytes == of.weight.nbytes
+        for rows in (1, 5, 25):
+            x = torch.randn(rows, inputs).bfloat16()
+            assert torch.equal(plain(x), packed(x))
+
+
 def test_what_is_packed():
     assert linear.takes(layer(4, 6, True))
     for other in (layer(4, 5, True), layer(4, 6, True).float(), torch.nn.Bilinear(2, 2, 2), torch.nn.Embedding(3, 4).bfloat16()):

@@ -3,10 +3,34 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import mmap
 import sys
 
 from torch import Tensor
+
+
+def coming(tensor: Tensor) -> None:
+    """A tensor in a mapped file is needed soon: have what is not in memory read meanwhile. No effect but on Linux."""
+    if sys.platform != "linux":
+        return
+    begin, length = _pages(tensor)
+    there = (ctypes.c_ubyte * 1)()
+    for page in (begin, begin + (length - 1) // mmap.PAGESIZE * mmap.PAGESIZE):  # the system is asked for all only where one is missing
+        if _libc().mincore(ctypes.c_void_p(page), ctypes.c_size_t(1), there) == 0 and not there[0] & 1:
+            _libc().madvise(ctypes.c_void_p(begin), ctypes.c_size_t(length), mmap.MADV_WILLNEED)
+            return
+
+
+def _pages(tensor: Tensor) -> tuple[int, int]:
+    """The first byte of the pages that it lies on, and how many there are to its end."""
+    begin = tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
+    return begin, tensor.data_ptr() + tensor.nbytes - begin
+
+
+@functools.cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None)
 
 
 def leave(tensor: Tensor) -> None:
@@ -22,4 +46,4 @@ def leave(tensor: Tensor) -> None:
     begin = -(-tensor.data_ptr() // size) * size
     end = (tensor.data_ptr() + tensor.nbytes) // size * size
     if end > begin:
-        ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), mmap.MADV_DONTNEED)
+        _libc().madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), mmap.MADV_DONTNEED)

@@ -47,6 +47,10 @@ class QuantizedFiles(TensorFiles):
         """All of a tensor, as what it stands for."""
         return self._open(name).dense() if name in self._stored else super().whole(name)
 
+    def mapped(self, name: str) -> Tensor | None:
+        """None for what is quantized."""
+        return None if name in self._stored else super().mapped(name)
+
     def kept(self, name: str, weight: Quantized) -> Mapping[str, Tensor] | None:
         """As a model keeps it; None where that is another way."""
         return self._open(name).kept(weight) if name in self._stored else None

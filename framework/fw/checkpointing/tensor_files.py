@@ -72,6 +72,10 @@ class TensorFiles:
         tensor: Tensor = self.where[name].get_tensor(name)
         return tensor
 
+    def mapped(self, name: str) -> Tensor | None:
+        """All of a tensor, in the mapped file: not read before somebody does. None where it does not lie in one just so."""
+        return None if self.directory.local is None else self.whole(name)
+
     @torch.no_grad()
     def fill(self, name: str, part: Part) -> None:
         """Copy into what this rank keeps of ``part``, in its dtype."""

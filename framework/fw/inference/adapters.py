@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fw.errors import UserError, did_you_mean
-from fw.kernels.linear import PackedLinear, available, takes
+from fw.kernels.linear import PackedLinear, available, layer_of, takes
 from fw.kinds.model import CausalLM
 from fw.pretrained.low_rank import LowRankChange
 
@@ -110,7 +110,5 @@ class Adapters:
 
 
 def _layer(weight_OI: Tensor, device: torch.device) -> nn.Module:
-    outputs, inputs = weight_OI.shape
-    layer = nn.Linear(inputs, outputs, bias=False, device="meta")
-    layer.weight = nn.Parameter(weight_OI.to(device), requires_grad=False)
+    layer = layer_of(weight_OI.to(device))
     return PackedLinear(layer) if takes(layer) and available() else layer

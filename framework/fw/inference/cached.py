@@ -11,9 +11,10 @@ from torch import Tensor
 
 from fw.errors import UserError
 from fw.inference.adapters import Adapter, Adapters
+from fw.kernels.linear import PlainLinear, available, layer_of, takes
 from fw.kinds.attention import AttentionPlugin, Pattern
 from fw.kinds.kv_cache import KVCache, Stretch
-from fw.kinds.model import CausalLM, Head
+from fw.kinds.model import CausalLM, Head, LinearHead
 from fw.registry import NoOptions
 
 
@@ -69,11 +70,19 @@ class Runner:
 
     def __init__(self, model: CausalLM, cache: KVCache, device: torch.device, adapters: Adapters) -> None:
         self._model, self._cache, self._device, self._adapters = model, cache, device, adapters
+        self._tied: PlainLinear | None = None
         for number, block in enumerate(model.blocks):
             found = [module for module in block.modules() if isinstance(getattr(module, "attention", None), ThroughCache)]
             if len(found) != 1:
                 raise UserError(f"block {number} of the model does not leave its attention to a plugin, so no cache can be put behind it")
             setattr(found[0], "attention", _OfBlock(cache, number))  # noqa: B010 - any module of a model's
+
+    def _through(self, head: Head) -> Head:
+        """The head's weight may be the embedding's, which nothing has packed: it is used as it lies."""
+        if not isinstance(head, LinearHead) or not takes(layer := layer_of(head.weight_VD)) or not available():
+            return head
+        tied = self._tied = self._tied or PlainLinear(layer)
+        return lambda x_D: head.capped(tied(x_D))
 
     @torch.inference_mode()
     def run(self, pieces: Sequence[Piece]) -> list[Tensor]:
@@ -87,7 +96,7 @@ class Runner:
         wanted = torch.tensor(rows, device=self._device)
 
         def readout(x_1TD: Tensor, head: Head, auxiliary: Tensor | None) -> Tensor:
-            return head(x_1TD[0, wanted]).float() if rows else x_1TD.new_empty(0, 0)
+            return self._through(head)(x_1TD[0, wanted]).float() if rows else x_1TD.new_empty(0, 0)
 
         self._adapters.serve([piece.adapter for piece in pieces for _ in piece.tokens])
         self._cache.begin([piece.stretch for piece in pieces])

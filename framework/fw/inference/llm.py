@@ -32,6 +32,7 @@ class LLM:
         path: a model directory, an adapter's, a run of fw's own, or ``org/name`` of the hub.
         kv_cache: a plugin by name, or its section: ``{"name": "paged", "block_size": 32}``.
         quantization: a plugin for the weights, likewise; None for as the files are.
+        offload: where weights are that memory is short for: ``{"params": "nvme", "budget": "4GiB"}``; None for all in memory.
         adapter: directory of an adapter of the model.
         options: of the section ``inference``, :class:`fw.config.InferenceSection`: ``dtype``, ``kv_budget``, ``max_context`` and others.
 
@@ -45,12 +46,12 @@ class LLM:
         *,
         kv_cache: str | Mapping[str, Any] = "paged",
         quantization: str | Mapping[str, Any] | None = None,
+        offload: str | Mapping[str, Any] | None = None,
         adapter: str | Path | None = None,
         **options: Any,
     ) -> None:
         tree: dict[str, Any] = {"kv_cache": kv_cache, INFERENCE: options}
-        if quantization is not None:
-            tree["quantization"] = quantization
+        tree |= {name: given for name, given in (("quantization", quantization), ("offload", offload)) if given is not None}
         said = Origin("argument")
         recipe = resolve_inference(Config("LLM", tree, {(section,): said for section in tree}))
         self._begin(path, recipe, adapter)

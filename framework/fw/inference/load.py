@@ -16,10 +16,11 @@ from fw.inference.adapters import Adapters
 from fw.inference.cached import Runner, ThroughCache
 from fw.inference.engine import Engine, Reads
 from fw.inference.options import Sampling
-from fw.inference.packing import pack
+from fw.inference.packing import bring_ahead, pack
 from fw.kernels.linear import PackedLinear
 from fw.kinds.kv_cache import KVNeeds
 from fw.kinds.model import CausalLM
+from fw.kinds.offload import OffloadPolicy
 from fw.locate import ADAPTER_CONFIG, CONFIG, find, inside
 from fw.meter.memory import available_bytes
 from fw.place import place
@@ -66,7 +67,9 @@ def load(path: str | Path, recipe: InferenceRecipe, adapter: str | Path | None =
     base = _base(path)
     config = read_config(place(base))
     dtype = _dtype(options.dtype, config)
-    model = load_model(path, dtype, device, ThroughCache(), adapter=adapter, quantization=recipe.quantization)
+    model = load_model(
+        path, dtype, device, ThroughCache(), adapter=adapter, quantization=recipe.quantization, offload=_offload(recipe, device)
+    )
     if model.adapters is not None and getattr(model, "prompt_embeddings", None) is not None:
         raise UserError(f"{adapter or path} is an adapter of virtual tokens (peft=prompt), which generation does not put before prompts")
     context = _context(model, config, options.max_context)
@@ -84,6 +87,7 @@ def load(path: str | Path, recipe: InferenceRecipe, adapter: str | Path | None =
     generation = _generation(base)
     all_read = model.active_parameters() == sum(parameter.numel() for parameter in model.parameters())
     own_threads = pack(model, options.weights) > 0
+    bring_ahead(model)
     reads = Reads(_read_by_each_step(model) if all_read else 0, token_bytes)
     adapters = Adapters(model, device, lambda directory: read_low_rank(base, directory, ThroughCache(), dtype))
     engine = Engine(
@@ -128,6 +132,17 @@ def _base(path: str | Path) -> Path:
         if not path:
             raise UserError(f"{adapter / ADAPTER_CONFIG} names no base; give the base, and the adapter with it")
     return find(path)
+
+
+def _offload(recipe: InferenceRecipe, device: torch.device) -> OffloadPolicy:
+    policy = recipe.offload
+    if policy.params == "cpu" and device.type == "cpu":
+        raise UserError("offload.params: cpu is where the model computes; nvme leaves weights in their files")
+    if policy.params != "device" and device.type != "cpu":
+        raise UserError(
+            f"offload.params: {policy.params} is for generating on a CPU so far; set inference.device: cpu, or offload.params: device"
+        )
+    return policy
 
 
 def _dtype(wanted: str, config: dict[str, Any]) -> torch.dtype:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from torch import nn
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any
 
+from torch import Tensor, nn
+
+from fw.checkpointing.pages import coming
 from fw.errors import UserError
-from fw.kernels.linear import Int8Linear, PackedLinear, Together, W8A8Linear, available, takes
+from fw.kernels.linear import Int8Linear, PackedLinear, PlainLinear, Together, W8A8Linear, available, takes
 from fw.kinds.model import CausalLM
 
 _SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -13,7 +18,7 @@ _MADE = {"auto": PackedLinear, "int8_weight_only": Int8Linear, "w8a8": W8A8Linea
 
 
 def pack(model: CausalLM, weights: str) -> int:
-    """Replace plain linear layers in bfloat16 on the CPU, one after another; how many.
+    """Replace plain linear layers in bfloat16 on the CPU, one after another; how many. Weights that lie in files stay there.
 
     Args:
         weights: ``auto``, in the same memory; ``int8_weight_only`` and ``w8a8`` in half of it.
@@ -26,19 +31,39 @@ def pack(model: CausalLM, weights: str) -> int:
         if weights == "auto":
             return 0
         raise UserError(f"inference.weights: {weights} wants a C++ compiler, which is not there: install g++, or set CXX")
+    mapped = {tensor.data_ptr() for tensor in model.in_files.values()}
     replaced = 0
     for module in list(model.modules()):
         for name, layer in list(module.named_children()):
             if takes(layer):
                 assert isinstance(layer, nn.Linear)
-                setattr(module, name, made(layer))
+                setattr(module, name, PlainLinear(layer) if layer.weight.data_ptr() in mapped else made(layer))
                 replaced += 1
         for names in _SAME_INPUT:
             layers = [each for name in names if isinstance(each := getattr(module, name, None), PackedLinear)]
-            if len(layers) == len(names):
+            if len(layers) == len(names) and len({layer.kind for layer in layers}) == 1:
                 Together.join(layers)
     if not replaced and weights != "auto":
         raise UserError(
             f"inference.weights: {weights} is of layers in bfloat16 on the CPU, and the model has none; set inference.dtype: bf16"
         )
     return replaced
+
+
+def bring_ahead(model: CausalLM) -> None:
+    """While a block computes, what the next one has in files is read, where it is not in memory; before the last one, the first's."""
+    mapped = {tensor.data_ptr() for tensor in model.in_files.values()}
+    if not mapped:
+        return
+    of_block = [[tensor for tensor in chain(block.parameters(), block.buffers()) if tensor.data_ptr() in mapped] for block in model.blocks]
+    for block, following in zip(model.blocks, [*of_block[1:], of_block[0]], strict=True):
+        block.register_forward_pre_hook(_Bring(following))
+
+
+class _Bring:
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._tensors = tensors
+
+    def __call__(self, _module: nn.Module, _args: tuple[Any, ...]) -> None:
+        for tensor in self._tensors:
+            coming(tensor)

@@ -98,12 +98,13 @@ void against(const uint16_t* x, const uint16_t* panel, const float* scale, const
 
 // A layer as fw/kernels/linear.py describes it; what it has not is null.
 struct Layer {
-    const void* packed;
+    const void* weight;
     const float* scale;
     const int32_t* sums;
     const float* bias;
     uint16_t* y;
     long outputs;
+    long output_step, input_step;  // of a weight that is in no panels, between neighbours
 };
 
 // f(layer, panel, its columns) of all panels of all layers, each panel of so many bytes, in pieces.
@@ -138,6 +139,48 @@ void widen(const int8_t* codes, long count, uint16_t* to) {
     for (long i = 0; i < count; i++) to[i] = to_bf16(float(codes[i]));
 }
 #endif
+
+#if defined(__AVX512BF16__)
+// Sixteen times sixteen pairs: to[k] has the k-th pair of each row. Four steps, each of which halves how far pairs are from their place.
+inline void turned(const uint16_t* rows, long step, uint16_t* to, long to_step) {
+    __m512i a[16], b[16];
+    for (int r = 0; r < 16; r++) a[r] = _mm512_loadu_si512(rows + r * step);
+    for (int r = 0; r < 16; r += 2) {
+        b[r] = _mm512_unpacklo_epi32(a[r], a[r + 1]);
+        b[r + 1] = _mm512_unpackhi_epi32(a[r], a[r + 1]);
+    }
+    for (int r = 0; r < 16; r += 4)
+        for (int i = 0; i < 2; i++) {
+            a[r + 2 * i] = _mm512_unpacklo_epi64(b[r + i], b[r + i + 2]);
+            a[r + 2 * i + 1] = _mm512_unpackhi_epi64(b[r + i], b[r + i + 2]);
+        }
+    for (int r = 0; r < 16; r += 8)
+        for (int i = 0; i < 4; i++) {
+            b[r + i] = _mm512_shuffle_i32x4(a[r + i], a[r + i + 4], 0x88);
+            b[r + i + 4] = _mm512_shuffle_i32x4(a[r + i], a[r + i + 4], 0xdd);
+        }
+    for (int i = 0; i < 8; i++) {
+        _mm512_storeu_si512(to + i * to_step, _mm512_shuffle_i32x4(b[i], b[i + 8], 0x88));
+        _mm512_storeu_si512(to + (i + 8) * to_step, _mm512_shuffle_i32x4(b[i], b[i + 8], 0xdd));
+    }
+}
+#endif
+
+// A panel of a weight that lies otherwise.
+void panel_of(const uint16_t* w, long output_step, long input_step, int columns, long inputs, uint16_t* to) {
+    long done = 0;
+#if defined(__AVX512BF16__)
+    if (input_step == 1 && columns == PANEL)
+        for (; done + 32 <= inputs; done += 32)
+            for (int half = 0; half < 2; half++)
+                turned(w + half * 16 * output_step + done, output_step, to + done * PANEL + half * 32, PANEL * 2);
+#endif
+    for (long k = done; k < inputs; k++) {
+        uint16_t* pair = to + k / 2 * PANEL * 2 + k % 2;
+        for (int n = 0; n < columns; n++) pair[2 * n] = w[n * output_step + k * input_step];
+        for (int n = columns; n < PANEL; n++) pair[2 * n] = 0;
+    }
+}
 
 // Rows of x as codes 0 … 255, 128 for 0, with the scale of each; filled up with 128.
 void codes_of(const uint16_t* x, long inputs, long padded, uint8_t* codes, float* scale) {
@@ -196,8 +239,18 @@ void count_left(int rows, const uint8_t* x, long k4, const int8_t* panel, int32_
 
 void linear_bf16(const uint16_t* x, const Layer* layers, long count, long rows, long inputs) {
     each_panel(layers, count, PANEL * inputs * 2, [=](const Layer& of, long p, int columns) {
-        against(x, (const uint16_t*)of.packed + p * PANEL * inputs, nullptr, of.bias ? of.bias + p * PANEL : nullptr, of.y + p * PANEL,
+        against(x, (const uint16_t*)of.weight + p * PANEL * inputs, nullptr, of.bias ? of.bias + p * PANEL : nullptr, of.y + p * PANEL,
                 rows, inputs, of.outputs, columns);
+    });
+}
+
+// As in a file: each thread makes the panel it needs, which stays in its cache.
+void linear_plain(const uint16_t* x, const Layer* layers, long count, long rows, long inputs) {
+    each_panel(layers, count, PANEL * inputs * 2, [=](const Layer& of, long p, int columns) {
+        thread_local std::vector<uint16_t> panel;
+        panel.resize(PANEL * inputs);
+        panel_of((const uint16_t*)of.weight + p * PANEL * of.output_step, of.output_step, of.input_step, columns, inputs, panel.data());
+        against(x, panel.data(), nullptr, of.bias ? of.bias + p * PANEL : nullptr, of.y + p * PANEL, rows, inputs, of.outputs, columns);
     });
 }
 
@@ -205,7 +258,7 @@ void linear_w8(const uint16_t* x, const Layer* layers, long count, long rows, lo
     each_panel(layers, count, PANEL * inputs, [=](const Layer& of, long p, int columns) {
         thread_local std::vector<uint16_t> wide;
         wide.resize(PANEL * inputs);
-        widen((const int8_t*)of.packed + p * PANEL * inputs, PANEL * inputs, wide.data());
+        widen((const int8_t*)of.weight + p * PANEL * inputs, PANEL * inputs, wide.data());
         against(x, wide.data(), of.scale + p * PANEL, of.bias ? of.bias + p * PANEL : nullptr, of.y + p * PANEL, rows, inputs, of.outputs,
                 columns);
     });
@@ -224,7 +277,7 @@ void linear_w8a8(const uint16_t* x, const Layer* layers, long count, long rows, 
         int32_t found[MOST * PANEL];
         for (long t = 0; t < tiles; t++) {
             const long from = rows * t / tiles, to = rows * (t + 1) / tiles;
-            count_left<MOST>(int(to - from), codes.data() + from * k4 * 4, k4, (const int8_t*)of.packed + p * PANEL * k4 * 4, found);
+            count_left<MOST>(int(to - from), codes.data() + from * k4 * 4, k4, (const int8_t*)of.weight + p * PANEL * k4 * 4, found);
             for (long r = from; r < to; r++)
                 for (int n = 0; n < columns; n++) {
                     const long o = p * PANEL + n;
@@ -239,7 +292,8 @@ void linear_w8a8(const uint16_t* x, const Layer* layers, long count, long rows, 
 
 // Layers that read the same x [rows, inputs] in bfloat16; of each y [rows, outputs] in bfloat16, bias [outputs] in fp32. By kind: 0,
 // weights in bfloat16, inputs even. 1, codes, a scale for each output, inputs even. 2, codes in panels [outputs/32, ⌈inputs/4⌉, 32, 4], a
-// scale and the sum of codes for each output; rows of x become codes, too.
+// scale and the sum of codes for each output; rows of x become codes, too. 3, weights in bfloat16 in no panels, inputs even: the same results
+// as of 0.
 extern "C" void fw_linear(long kind, const uint16_t* x, const Layer* layers, long count, long rows, long inputs) {
-    (kind == 0 ? linear_bf16 : kind == 1 ? linear_w8 : linear_w8a8)(x, layers, count, rows, inputs);
+    (kind == 0 ? linear_bf16 : kind == 1 ? linear_w8 : kind == 2 ? linear_w8a8 : linear_plain)(x, layers, count, rows, inputs);
 }

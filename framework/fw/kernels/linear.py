@@ -47,6 +47,14 @@ def takes(layer: nn.Module) -> bool:
     return type(layer) is nn.Linear and layer.weight.dtype == torch.bfloat16 and layer.weight.is_cpu and not layer.in_features % 2
 
 
+def layer_of(weight_OI: Tensor) -> nn.Linear:
+    """One that has this weight, which is not copied, and no bias."""
+    outputs, inputs = weight_OI.shape
+    layer = nn.Linear(inputs, outputs, bias=False, device="meta")
+    layer.weight = nn.Parameter(weight_OI, requires_grad=False)
+    return layer
+
+
 def packed(weight_OI: Tensor, together: int = 2) -> Tensor:
     """As the kernels read it, ``[⌈O/32⌉, ⌈I/g⌉, 32, g]`` with g neighbours ``together``, filled up with zeros."""
     outputs, inputs = weight_OI.shape
@@ -56,8 +64,8 @@ def packed(weight_OI: Tensor, together: int = 2) -> Tensor:
 
 class _Layer(ctypes.Structure):
     _fields_: ClassVar = [
-        *((name, ctypes.c_void_p) for name in ("packed", "scale", "sums", "bias", "y")),
-        ("outputs", ctypes.c_long),
+        *((name, ctypes.c_void_p) for name in ("weight", "scale", "sums", "bias", "y")),
+        *((name, ctypes.c_long) for name in ("outputs", "output_step", "input_step")),
     ]
 
 
@@ -103,10 +111,10 @@ class Together:
         self._inputs = layers[0].in_features
         self._described = (_Layer * len(layers))()
         for layer, described in zip(layers, self._described, strict=True):
-            for name in ("packed", "scale", "sums", "bias"):
-                tensor = getattr(layer, name)
+            for name, tensor in (("weight", layer.packed), ("scale", layer.scale), ("sums", layer.sums), ("bias", layer.bias)):
                 setattr(described, name, None if tensor is None else tensor.data_ptr())
             described.outputs = layer.out_features
+            described.output_step, described.input_step = layer.packed.stride()[:2]
         self._of: Tensor | None = None
         self._found: dict[PackedLinear, Tensor] = {}
 
@@ -134,6 +142,15 @@ class Together:
         y_O = found.pop(layer)
         self._of, self._found = (x_I, found) if found else (None, {})
         return y_O
+
+
+class PlainLinear(PackedLinear):
+    """The same, result and all, with W as it lies, in rows or in columns: for one that stays in a file, or that others use as it is."""
+
+    kind = 3
+
+    def _kept(self, weight_OI: Tensor) -> dict[str, Tensor]:
+        return {"packed": weight_OI}
 
 
 class Int8Linear(PackedLinear):

@@ -51,7 +51,10 @@ class LinearHead:
 
     def __call__(self, x_D: Tensor) -> Tensor:
         """``[..., D]`` → ``[..., V]``."""
-        logits_V = F.linear(x_D, self.weight_VD)
+        return self.capped(F.linear(x_D, self.weight_VD))
+
+    def capped(self, logits_V: Tensor) -> Tensor:
+        """Of what the weight gives, the logits."""
         return logits_V if self.softcap is None else self.softcap * torch.tanh(logits_V / self.softcap)
 
 
@@ -215,6 +218,9 @@ class CausalLM(nn.Module):
 
     quantization: QuantizationPlugin | None = None
     """Who has."""
+
+    in_files: Mapping[str, Tensor] = MappingProxyType({})
+    """Parameters that lie in mapped files, by name: nobody writes to them, and reading them may have to wait for a disk."""
 
     @property
     @abstractmethod

@@ -20,7 +20,9 @@ class OffloadPolicy:
     """Where each part of training state lives between its uses.
 
     Attributes:
-        path: directory for what lives on ``nvme``; None where nothing does.
+        path: directory for what lives on ``nvme``; None where nothing does, or in files that are there.
+        budget: bytes of parameters that stay on the device although ``params`` says otherwise; None for none.
+        modules: patterns of names, of the parameters that may leave; none for all.
     """
 
     optimizer: Tier = "device"
@@ -28,6 +30,8 @@ class OffloadPolicy:
     gradients: Tier = "device"
     activations: Tier = "device"
     path: Path | None = None
+    budget: int | None = None
+    modules: tuple[str, ...] = ()
 
     @property
     def nothing(self) -> bool:

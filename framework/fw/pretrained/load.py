@@ -24,9 +24,11 @@ from fw.kinds import KINDS
 from fw.kinds.attention import AttentionPlugin
 from fw.kinds.checkpoint import parts
 from fw.kinds.model import CausalLM, HFTensor, ModelPlugin
+from fw.kinds.offload import OffloadPolicy
 from fw.kinds.quantization import QuantizationPlugin
 from fw.locate import ADAPTER_CONFIG, CONFIG, find, inside
 from fw.pretrained.directory import read_adapter_config
+from fw.pretrained.in_files import choose_in_files, left_out
 from fw.pretrained.new_directory import new_directory
 from fw.pretrained.reading import peft_for
 from fw.registry import Plugin
@@ -45,6 +47,7 @@ def load_model(
     model: str = "auto",
     adapter: str | Path | None = None,
     quantization: str | QuantizationPlugin | None = None,
+    offload: OffloadPolicy | None = None,
 ) -> CausalLM:
     """The model of a directory in evaluation mode; ``model(ids)`` maps ids ``[B, L]`` to logits ``[B, L, V]``.
 
@@ -59,6 +62,7 @@ def load_model(
         quantization: a quantization plugin, or its name: weights are quantized one after another as they are read, and codes that files
             hold are taken as they are. ``none`` makes weights of them; None leaves them as they are.
         adapter: directory of an adapter of the model at ``path``, of fw's or peft's; it stays beside the weights.
+        offload: whose ``params`` of ``nvme`` leave weights in their files, mapped: as many as ``budget`` and ``modules`` say.
 
     Raises:
         UserError: no such model, an architecture or a field that is not honoured, or weights that do not fit.
@@ -86,10 +90,13 @@ def load_model(
             directory = find(adapter, ADAPTER_CONFIG)
             made.adapters = peft_for(directory).apply(made)
         made.to(dtype)
-    made.materialise(torch.device(device))
-    tensors, added = made.stored(), made.adapters.added if made.adapters is not None else {}
     filling = weights_for(weights_of(plugin.weights), made)
-    quantizing(filling, made, filling.codes)({n: t for n, t in tensors.items() if n not in added})
+    staying = choose_in_files(made, filling, offload) if offload is not None and offload.params == "nvme" else {}
+    with left_out(made, staying):
+        made.materialise(torch.device(device))
+    made.in_files = staying
+    tensors, added = made.stored(), made.adapters.added if made.adapters is not None else {}
+    quantizing(filling, made, filling.codes)({n: t for n, t in tensors.items() if n not in added and n not in staying})
     if adapter is not None:
         adapter_for(TensorFiles(directory, ADAPTER), made)(tensors)
     return made.eval()

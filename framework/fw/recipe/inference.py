@@ -6,12 +6,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from fw.config import Config, InferenceSection, check_interpolations, fill
+from fw.errors import UserError
 from fw.kinds import KINDS
 from fw.kinds.kv_cache import KVCachePlugin
+from fw.kinds.offload import OffloadPolicy
 from fw.kinds.quantization import QuantizationPlugin
 from fw.recipe.choosing import check_sections, choose, options_in, with_defaults
 
 INFERENCE = "inference"
+OFFLOAD = "offload"
 QUANTIZATION = "quantization"
 _ELSEWHERE = "it is a training run's; give it to fw train"
 
@@ -21,11 +24,13 @@ class InferenceRecipe:
     """Everything but the model.
 
     Attributes:
+        offload: of the weights.
         quantization: of the weights; None for as the files hold them.
     """
 
     config: Config
     kv_cache: KVCachePlugin
+    offload: OffloadPolicy
     quantization: QuantizationPlugin | None
     inference: InferenceSection
 
@@ -38,13 +43,31 @@ def resolve_inference(config: Config) -> InferenceRecipe:
     """
     kind = KINDS["kv_cache"]
     sections = [*KINDS, "train", "loader", "launch", "memory", "resume"]
-    other = {name: _ELSEWHERE for name in sections if name not in (kind.name, QUANTIZATION)}
-    check_sections(config, [kind.name, QUANTIZATION, INFERENCE], other)
+    other = {name: _ELSEWHERE for name in sections if name not in (kind.name, OFFLOAD, QUANTIZATION)}
+    check_sections(config, [kind.name, OFFLOAD, QUANTIZATION, INFERENCE], other)
     check_interpolations(config)
-    chosen = {kind.name: choose(kind, config)}
+    chosen = {kind.name: choose(kind, config), OFFLOAD: choose(KINDS[OFFLOAD], config)}
     if QUANTIZATION in config.tree:
         chosen[QUANTIZATION] = choose(KINDS[QUANTIZATION], config)
     root = with_defaults(config, chosen, {INFERENCE: InferenceSection})
     made: Any = {pick.path[0]: pick.cls(fill(pick.cls.Config, config, pick.path, pick.options, root)) for (pick,) in chosen.values()}
     options = fill(InferenceSection, config, (INFERENCE,), options_in(config, INFERENCE), root)
-    return InferenceRecipe(config, made[kind.name], made.get(QUANTIZATION), options)
+    offload = made[OFFLOAD].policy()
+    _check_offload(config, offload, options)
+    return InferenceRecipe(config, made[kind.name], offload, made.get(QUANTIZATION), options)
+
+
+def _check_offload(config: Config, offload: OffloadPolicy, options: InferenceSection) -> None:
+    for name, given in (
+        ("optimizer", offload.optimizer != "device"),
+        ("gradients", offload.gradients != "device"),
+        ("activations", offload.activations != "device"),
+        ("path", offload.path is not None),
+    ):
+        if given:
+            place = config.origin((OFFLOAD, name))
+            why = "weights stay in the files they are in" if name == "path" else "generating has none that are kept"
+            raise UserError(f"{place}: offload.{name}: {why}; leave it out")
+    if offload.params != "device" and options.weights != "auto":
+        place = config.origin((INFERENCE, "weights"))
+        raise UserError(f"{place}: inference.weights: {options.weights} makes codes, which are in no file; with offload.params use auto")

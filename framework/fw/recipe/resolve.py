@@ -33,7 +33,7 @@ from fw.kinds.launcher import LauncherPlugin
 from fw.kinds.logger import LoggerPlugin
 from fw.kinds.model import ModelPlugin
 from fw.kinds.objective import ObjectivePlugin
-from fw.kinds.offload import OffloadPlugin
+from fw.kinds.offload import OffloadPlugin, OffloadPolicy
 from fw.kinds.optimizer import OptimizerPlugin
 from fw.kinds.peft import PeftPlugin
 from fw.kinds.precision import PrecisionPlugin
@@ -211,11 +211,13 @@ def resolve(config: Config, world: World | None = None, *, starts: bool = True) 
         mesh_shape = sharding.mesh_shape(size)
     except UserError as error:
         raise UserError(f"{config.origin(('sharding',))}: {error}") from None
+    offload = cast(OffloadPlugin, made["offload"][0][1]).policy()
+    _check_parameters(config, offload)
     check_saving(
         config,
         cast(CheckpointPlugin, made["checkpoint"][0][1]).config,
         train,
-        cast(OffloadPlugin, made["offload"][0][1]).policy(),
+        offload,
         starts_processes=size > 1 or launch.max_restarts > 0,
     )
     one = {kind: plugins[0][1] for kind, plugins in made.items() if not KINDS[kind].many}
@@ -238,6 +240,17 @@ def resolve(config: Config, world: World | None = None, *, starts: bool = True) 
 
 def _replicas(mesh_shape: Mapping[str, int]) -> int:
     return mesh_shape.get(REPLICATE, 1) * mesh_shape.get(SHARD, 1)
+
+
+def _check_parameters(config: Config, offload: OffloadPolicy) -> None:
+    """What is offered to generation alone is not asked for, and what training needs is given."""
+    for name, given in (("budget", offload.budget is not None), ("modules", offload.modules)):
+        if given:
+            place = config.origin(("offload", name))
+            raise UserError(f"{place}: offload.{name} is for generating; training moves all parameters or none: leave it out")
+    if offload.params == "nvme" and offload.path is None:
+        place = config.origin(("offload", "params"))
+        raise UserError(f"{place}: offload.params: nvme needs offload.path, a directory on the disk")
 
 
 def _check_measured(config: Config, train: TrainSection, memory: MemorySection) -> None:
