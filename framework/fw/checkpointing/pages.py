@@ -1,4 +1,4 @@
-"""Pages of files that are mapped, and were read."""
+"""Pages of memory: of files that are mapped, and of what was allocated and is free again."""
 
 from __future__ import annotations
 
@@ -8,6 +8,13 @@ import mmap
 import sys
 
 from torch import Tensor
+
+
+def trim() -> None:
+    """What was allocated and freed goes back to the system, as far as the C library can; it keeps much of it otherwise, for later. No effect
+    but with glibc."""
+    if (give_back := getattr(_libc(), "malloc_trim", None)) is not None:
+        give_back(ctypes.c_size_t(0))
 
 
 def coming(tensor: Tensor) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from fw.checkpointing.pages import trim
 from fw.config import format_size, parse_size
 from fw.errors import UserError
 from fw.inference.adapters import Adapters
@@ -88,6 +89,7 @@ def load(path: str | Path, recipe: InferenceRecipe, adapter: str | Path | None =
     all_read = model.active_parameters() == sum(parameter.numel() for parameter in model.parameters())
     own_threads = pack(model, options.weights) > 0
     bring_ahead(model)
+    trim()  # plain weights have been replaced by packed ones
     reads = Reads(_read_by_each_step(model) if all_read else 0, token_bytes)
     adapters = Adapters(model, device, lambda directory: read_low_rank(base, directory, ThroughCache(), dtype))
     engine = Engine(
