@@ -16,11 +16,18 @@
 namespace {
 
 constexpr int PANEL = 32;
+constexpr long FEW = 64;         // rows for which codes are widened as they are needed, each time
 constexpr long PIECE = 1 << 17;  // bytes of weights that a thread takes at once
 
 #if defined(__AVX512BF16__)
 
 inline __m512bh pairs(const uint16_t* at) { return (__m512bh)_mm512_loadu_si512(at); }
+
+inline __m512bh pairs(const int8_t* at) {
+    const __m512 first = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)at)));
+    const __m512 second = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)(at + 16))));
+    return _mm512_cvtne2ps_pbh(second, first);
+}
 
 inline __m512bh repeated(const uint16_t* at) {
     int32_t pair;
@@ -28,15 +35,15 @@ inline __m512bh repeated(const uint16_t* at) {
     return (__m512bh)_mm512_set1_epi32(pair);
 }
 
-template <int ROWS>
-void tile(const uint16_t* x, long x_stride, const uint16_t* panel, const float* scale, const float* bias, uint16_t* y, long y_stride,
-          long k2, int columns) {
+template <int ROWS, typename W>
+void tile(const uint16_t* x, long x_stride, const W* panel, const float* scale, const float* bias, uint16_t* y, long y_stride, long k2,
+          int columns) {
     __m512 low[ROWS], high[ROWS];
     for (int r = 0; r < ROWS; r++) low[r] = high[r] = _mm512_setzero_ps();
     for (long k = 0; k < k2; k++) {
-        const uint16_t* w = panel + k * PANEL * 2;
+        const W* w = panel + k * PANEL * 2;
         _mm_prefetch((const char*)(w + 16 * PANEL * 2), _MM_HINT_T0);
-        _mm_prefetch((const char*)(w + 16 * PANEL * 2 + PANEL), _MM_HINT_T0);
+        if (sizeof(W) > 1) _mm_prefetch((const char*)(w + 16 * PANEL * 2 + PANEL), _MM_HINT_T0);
         __m512bh first = pairs(w), second = pairs(w + PANEL);
         for (int r = 0; r < ROWS; r++) {
             __m512bh of = repeated(x + r * x_stride + 2 * k);
@@ -55,14 +62,17 @@ constexpr int MOST = 12;
 
 #else
 
-template <int ROWS>
-void tile(const uint16_t* x, long x_stride, const uint16_t* panel, const float* scale, const float* bias, uint16_t* y, long y_stride,
-          long k2, int columns) {
+inline float number(uint16_t bits) { return from_bf16(bits); }
+inline float number(int8_t code) { return float(code); }
+
+template <int ROWS, typename W>
+void tile(const uint16_t* x, long x_stride, const W* panel, const float* scale, const float* bias, uint16_t* y, long y_stride, long k2,
+          int columns) {
     float sums[ROWS][PANEL] = {};
     for (long k = 0; k < k2; k++) {
-        const uint16_t* w = panel + k * PANEL * 2;
+        const W* w = panel + k * PANEL * 2;
         float first[PANEL], second[PANEL];
-        for (int n = 0; n < PANEL; n++) first[n] = from_bf16(w[2 * n]), second[n] = from_bf16(w[2 * n + 1]);
+        for (int n = 0; n < PANEL; n++) first[n] = number(w[2 * n]), second[n] = number(w[2 * n + 1]);
         for (int r = 0; r < ROWS; r++) {
             float even = from_bf16(x[r * x_stride + 2 * k]), odd = from_bf16(x[r * x_stride + 2 * k + 1]);
             for (int n = 0; n < PANEL; n++) sums[r][n] += even * first[n] + odd * second[n];
@@ -75,9 +85,9 @@ constexpr int MOST = 4;
 
 #endif
 
-template <int ROWS>
-void rows_left(int rows, const uint16_t* x, long xs, const uint16_t* panel, const float* scale, const float* bias, uint16_t* y, long ys,
-               long k2, int columns) {
+template <int ROWS, typename W>
+void rows_left(int rows, const uint16_t* x, long xs, const W* panel, const float* scale, const float* bias, uint16_t* y, long ys, long k2,
+               int columns) {
     if constexpr (ROWS > 0) {
         if (rows == ROWS)
             tile<ROWS>(x, xs, panel, scale, bias, y, ys, k2, columns);
@@ -87,8 +97,9 @@ void rows_left(int rows, const uint16_t* x, long xs, const uint16_t* panel, cons
 }
 
 // All rows against one panel, in tiles of equal size: the panel, which stays in the cache, is used for all of them before the next.
-void against(const uint16_t* x, const uint16_t* panel, const float* scale, const float* bias, uint16_t* y, long rows, long inputs,
-             long outputs, int columns) {
+template <typename W>
+void against(const uint16_t* x, const W* panel, const float* scale, const float* bias, uint16_t* y, long rows, long inputs, long outputs,
+             int columns) {
     const long tiles = (rows + MOST - 1) / MOST;
     for (long t = 0; t < tiles; t++) {
         const long from = rows * t / tiles, to = rows * (t + 1) / tiles;
@@ -256,11 +267,16 @@ void linear_plain(const uint16_t* x, const Layer* layers, long count, long rows,
 
 void linear_w8(const uint16_t* x, const Layer* layers, long count, long rows, long inputs) {
     each_panel(layers, count, PANEL * inputs, [=](const Layer& of, long p, int columns) {
+        const int8_t* codes = (const int8_t*)of.weight + p * PANEL * inputs;
+        const float* bias = of.bias ? of.bias + p * PANEL : nullptr;
+        if (rows <= FEW) {
+            against(x, codes, of.scale + p * PANEL, bias, of.y + p * PANEL, rows, inputs, of.outputs, columns);
+            return;
+        }
         thread_local std::vector<uint16_t> wide;
         wide.resize(PANEL * inputs);
-        widen((const int8_t*)of.weight + p * PANEL * inputs, PANEL * inputs, wide.data());
-        against(x, wide.data(), of.scale + p * PANEL, of.bias ? of.bias + p * PANEL : nullptr, of.y + p * PANEL, rows, inputs, of.outputs,
-                columns);
+        widen(codes, PANEL * inputs, wide.data());
+        against(x, wide.data(), of.scale + p * PANEL, bias, of.y + p * PANEL, rows, inputs, of.outputs, columns);
     });
 }
 
@@ -292,8 +308,8 @@ void linear_w8a8(const uint16_t* x, const Layer* layers, long count, long rows, 
 
 // Layers that read the same x [rows, inputs] in bfloat16; of each y [rows, outputs] in bfloat16, bias [outputs] in fp32. By kind: 0,
 // weights in bfloat16, inputs even. 1, codes, a scale for each output, inputs even. 2, codes in panels [outputs/32, ⌈inputs/4⌉, 32, 4], a
-// scale and the sum of codes for each output; rows of x become codes, too. 3, weights in bfloat16 in no panels, inputs even: the same results
-// as of 0.
+// scale and the sum of codes for each output; rows of x become codes, too. 3, weights in bfloat16 in no panels, inputs even: the same
+// results as of 0.
 extern "C" void fw_linear(long kind, const uint16_t* x, const Layer* layers, long count, long rows, long inputs) {
     (kind == 0 ? linear_bf16 : kind == 1 ? linear_w8 : kind == 2 ? linear_w8a8 : linear_plain)(x, layers, count, rows, inputs);
 }
