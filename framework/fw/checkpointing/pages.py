@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def trim() -> None:
-    """What was allocated and freed goes back to the system, as far as the C library can; it keeps much of it otherwise, for later. No effect
+    """What was allocated and freed goes back to the system, as far as the C library can; else it keeps much of it, for later. No effect
     but with glibc."""
     if (give_back := getattr(_libc(), "malloc_trim", None)) is not None:
         give_back(ctypes.c_size_t(0))

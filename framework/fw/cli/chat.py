@@ -15,7 +15,7 @@ EXAMPLES = """examples:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The model, and how tokens are chosen."""
     parser.add_argument("model", metavar="MODEL", help="model directory, adapter's directory, run directory, or org/name of the hub")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="kv_cache=…, quantization=…, offload.OPTION=…, inference.OPTION=…")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="kv_cache=…, quantization=…, offload.…, inference.…")
     parser.add_argument("--system", metavar="TEXT", help="what the model is told first")
     add_sampling(parser)
 

@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The model, prompts, and how tokens are chosen."""
     parser.add_argument("model", metavar="MODEL", help="model directory, adapter's directory, run directory, or org/name of the hub")
     parser.add_argument("prompt", nargs="?", metavar="PROMPT", help="text to go on from; standard input where there is none")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="kv_cache=…, quantization=…, offload.OPTION=…, inference.OPTION=…")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="kv_cache=…, quantization=…, offload.…, inference.…")
     parser.add_argument("--input", type=Path, metavar="FILE", help="prompts, a line of JSON each")
     parser.add_argument("--output", type=Path, metavar="FILE", help="answers, a line of JSON each, as they come")
     parser.add_argument(
