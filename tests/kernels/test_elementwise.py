@@ -13,7 +13,7 @@ from fw_models.layers.rope import rotate
 HALF_A_STEP = 2**-8
 """Of bfloat16, beside the value."""
 
-pytestmark = pytest.mark.skipif(elementwise._function("fw_silu_mul_bf16") is None, reason="no compiler")
+pytestmark = pytest.mark.skipif(not elementwise._SILU_MUL.available, reason="no compiler")
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 64), (1, 7, 48), (1, 100, 1024)])

@@ -8,6 +8,8 @@ import torch.nn.functional as F
 
 from fw.kernels import linear
 from fw.kernels.build import NotCompiled, library
+from fw.kernels.calls import Kernel
+from fw.kernels.room import Room
 
 ANY_PROCESSOR = ("-mno-avx512f", "-mno-avx512bf16") if torch.backends.cpu.get_cpu_capability().startswith("AVX") else ("-DFW_ANY",)
 
@@ -18,8 +20,7 @@ def kernel(request, monkeypatch):
         library(request.param)
     except NotCompiled as reason:
         pytest.skip(str(reason))
-    compiled = linear.function
-    monkeypatch.setattr(linear, "function", lambda: compiled(request.param))
+    monkeypatch.setattr(linear, "LINEAR", Kernel(linear.LINEAR.name, linear.LINEAR.arguments, request.param))
 
 
 def layer(outputs: int, inputs: int, bias: bool) -> torch.nn.Linear:
@@ -93,7 +94,7 @@ def test_what_is_packed():
     for other in (layer(4, 5, True), layer(4, 6, True).float(), torch.nn.Bilinear(2, 2, 2), torch.nn.Embedding(3, 4).bfloat16()):
         assert not linear.takes(other)
     weight = torch.arange(12.0).view(2, 6).bfloat16()
-    packed = linear.packed(weight)
+    packed = linear.packed(weight, Room())
     assert packed.shape == (1, 3, 32, 2) and packed[0, 1, 1].tolist() == [8.0, 9.0] and not packed[:, :, 2:].any()
 
 

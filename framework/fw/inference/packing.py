@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from fw.checkpointing.pages import coming
 from fw.errors import UserError
 from fw.kernels.linear import Int8Linear, PackedLinear, PlainLinear, Together, W8A8Linear, available, takes
+from fw.kernels.room import Room
 from fw.kinds.model import CausalLM
 
 _SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -32,12 +33,12 @@ def pack(model: CausalLM, weights: str) -> int:
             return 0
         raise UserError(f"inference.weights: {weights} wants a C++ compiler, which is not there: install g++, or set CXX")
     mapped = {tensor.data_ptr() for tensor in model.in_files.values()}
-    replaced = 0
+    replaced, room = 0, Room()
     for module in list(model.modules()):
         for name, layer in list(module.named_children()):
             if takes(layer):
                 assert isinstance(layer, nn.Linear)
-                setattr(module, name, PlainLinear(layer) if layer.weight.data_ptr() in mapped else made(layer))
+                setattr(module, name, PlainLinear(layer) if layer.weight.data_ptr() in mapped else made(layer, room))
                 replaced += 1
         for names in _SAME_INPUT:
             layers = [each for name in names if isinstance(each := getattr(module, name, None), PackedLinear)]

@@ -8,6 +8,7 @@
 #include <limits>
 #include <vector>
 
+#include "again.h"
 #include "lanes.h"
 #include "pool.h"
 #include "rows.h"
@@ -360,3 +361,6 @@ extern "C" void fw_keep(const void* x, const int64_t* slots, uint8_t* kept, long
                         long group, long row_bytes, long block_size) {
     by_kind(kind, [&](auto how) { keep<decltype(how)>(x, half, slots, kept, tokens, heads, dim, group, row_bytes, block_size); });
 }
+
+AGAIN(fw_attend)
+AGAIN(fw_keep)

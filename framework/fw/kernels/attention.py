@@ -6,14 +6,13 @@ What a token gets does not depend on which others are computed with it, to the l
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from fw.kernels.build import NotCompiled, library
+from fw.kernels.calls import Kernel
 
 Kind = Literal["fp32", "bf16", "int8", "int4"]
 _KINDS: dict[str, int] = {"fp32": 0, "bf16": 1, "int8": 2, "int4": 3}
@@ -42,28 +41,13 @@ class Rows:
         return {"fp32": 4 * self.dim, "bf16": 2 * self.dim, "int8": self.dim + 2 * groups, "int4": self.dim // 2 + 4 * groups}[self.kind]
 
 
-_ATTEND = [ctypes.c_void_p] * 7 + [ctypes.c_long] * 12 + [ctypes.c_float] * 2
-_KEEP = [ctypes.c_void_p] * 3 + [ctypes.c_long] * 8
-_found: dict[str, Callable[..., None]] = {}
-
-
-def _function(name: str, arguments: Sequence[type]) -> Callable[..., None]:
-    if name not in _found:
-        function = getattr(library(), name)
-        function.restype, function.argtypes = None, arguments
-        _found[name] = function
-    return _found[name]
+_ATTEND = Kernel("fw_attend", [ctypes.c_void_p] * 7 + [ctypes.c_long] * 12 + [ctypes.c_float] * 2)
+_KEEP = Kernel("fw_keep", [ctypes.c_void_p] * 3 + [ctypes.c_long] * 8)
 
 
 def available(computed: torch.dtype, device: torch.device) -> bool:
     """Whether the kernels can be had on this machine for queries, keys and values that are computed so."""
-    if computed not in _COMPUTED or device.type != "cpu":
-        return False
-    try:
-        library()
-    except NotCompiled:
-        return False
-    return True
+    return computed in _COMPUTED and device.type == "cpu" and _ATTEND.available
 
 
 def keep(x_TKH: Tensor, slots_T: Tensor, kept_CKSR: Tensor, rows: Rows) -> None:
@@ -75,7 +59,7 @@ def keep(x_TKH: Tensor, slots_T: Tensor, kept_CKSR: Tensor, rows: Rows) -> None:
     """
     x_TKH = x_TKH.contiguous()
     tokens, heads, dim = x_TKH.shape
-    _function("fw_keep", _KEEP)(
+    _KEEP(
         x_TKH.data_ptr(),
         slots_T.data_ptr(),
         kept_CKSR.data_ptr(),
@@ -115,7 +99,7 @@ def attend_blocks(
     q_TNH = q_TNH.contiguous()
     out_TNH = torch.empty_like(q_TNH)
     _, heads, dim = q_TNH.shape
-    _function("fw_attend", _ATTEND)(
+    _ATTEND(
         q_TNH.data_ptr(),
         keys_CKSR.data_ptr(),
         values_CKSR.data_ptr(),

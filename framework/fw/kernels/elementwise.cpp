@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "again.h"
 #include "lanes.h"
 #include "pool.h"
 
@@ -83,3 +84,17 @@ extern "C" void fw_silu_mul_bf16(const uint16_t* gate, const uint16_t* up, uint1
         y[i] = to_bf16(g / (1.0f + std::exp(-g)) * from_bf16(up[i]));
     }
 }
+
+// z = x + y, of `count` numbers.
+extern "C" void fw_add_bf16(const uint16_t* x, const uint16_t* y, uint16_t* z, long count) {
+    const long whole = count / LANES;
+    each_rows(whole, LANES, [=](long begin, long end) {
+        for (long l = begin * LANES; l < end * LANES; l += LANES) stored(z + l, loaded(x + l) + loaded(y + l));
+    });
+    for (long i = whole * LANES; i < count; i++) z[i] = to_bf16(from_bf16(x[i]) + from_bf16(y[i]));
+}
+
+AGAIN(fw_rms_norm_bf16)
+AGAIN(fw_rotate_bf16)
+AGAIN(fw_silu_mul_bf16)
+AGAIN(fw_add_bf16)

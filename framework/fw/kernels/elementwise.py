@@ -7,31 +7,18 @@ on other devices and dtypes, or without a compiler.
 from __future__ import annotations
 
 import ctypes
-import functools
-from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
-from fw.kernels.build import NotCompiled, library
+from fw.kernels.calls import Kernel
 
 _LANES = 16
 _PLAIN = (Tensor, nn.Parameter)
-_ARGUMENTS = {
-    "fw_rms_norm_bf16": [ctypes.c_void_p] * 3 + [ctypes.c_long] * 2 + [ctypes.c_float, ctypes.c_long],
-    "fw_rotate_bf16": [ctypes.c_void_p] * 4 + [ctypes.c_long] * 3,
-    "fw_silu_mul_bf16": [ctypes.c_void_p] * 3 + [ctypes.c_long],
-}
-
-
-@functools.cache
-def _function(name: str) -> Callable[..., None] | None:
-    try:
-        found = getattr(library(), name)
-    except NotCompiled:
-        return None
-    found.restype, found.argtypes = None, _ARGUMENTS[name]
-    return found
+_RMS_NORM = Kernel("fw_rms_norm_bf16", [ctypes.c_void_p] * 3 + [ctypes.c_long] * 2 + [ctypes.c_float, ctypes.c_long])
+_ROTATE = Kernel("fw_rotate_bf16", [ctypes.c_void_p] * 4 + [ctypes.c_long] * 3)
+_SILU_MUL = Kernel("fw_silu_mul_bf16", [ctypes.c_void_p] * 3 + [ctypes.c_long])
+_ADD = Kernel("fw_add_bf16", [ctypes.c_void_p] * 3 + [ctypes.c_long])
 
 
 def _generating() -> bool:
@@ -46,11 +33,11 @@ def applies(*tensors: Tensor) -> bool:
 
 def rms_norm(x_D: Tensor, weight_D: Tensor, eps: float, *, shifted: bool = False) -> Tensor | None:
     """``x / sqrt(mean(x²) + eps) · weight`` over the last dimension, ``1 + weight`` where shifted; ``[…, D]``."""
-    if not applies(x_D, weight_D) or x_D.shape[-1] % _LANES or (function := _function("fw_rms_norm_bf16")) is None:
+    if not applies(x_D, weight_D) or x_D.shape[-1] % _LANES or not _RMS_NORM.available:
         return None
     y_D = torch.empty_like(x_D)
     size = x_D.shape[-1]
-    function(x_D.data_ptr(), weight_D.data_ptr(), y_D.data_ptr(), x_D.numel() // size, size, eps, shifted)
+    _RMS_NORM(x_D.data_ptr(), weight_D.data_ptr(), y_D.data_ptr(), x_D.numel() // size, size, eps, shifted)
     return y_D
 
 
@@ -59,18 +46,26 @@ def rotate(x_1NTH: Tensor, cos_11TH: Tensor, sin_11TH: Tensor) -> Tensor | None:
     if not _generating() or len(x_1NTH) != 1 or not (cos_11TH.is_contiguous() and sin_11TH.is_contiguous()):
         return None
     x_TNH = x_1NTH[0].transpose(0, 1)
-    if not applies(x_TNH) or cos_11TH.dtype != torch.float32 or (function := _function("fw_rotate_bf16")) is None:
+    if not applies(x_TNH) or cos_11TH.dtype != torch.float32 or not _ROTATE.available:
         return None
     y_TNH = torch.empty_like(x_TNH)
     tokens, heads, size = x_TNH.shape
-    function(x_TNH.data_ptr(), cos_11TH.data_ptr(), sin_11TH.data_ptr(), y_TNH.data_ptr(), tokens, heads, size // 2)
+    _ROTATE(x_TNH.data_ptr(), cos_11TH.data_ptr(), sin_11TH.data_ptr(), y_TNH.data_ptr(), tokens, heads, size // 2)
     return y_TNH.transpose(0, 1)[None]
 
 
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor | None:
     """``silu(gate) · up``."""
-    if not applies(gate, up) or gate.shape != up.shape or (function := _function("fw_silu_mul_bf16")) is None:
+    if not applies(gate, up) or gate.shape != up.shape or not _SILU_MUL.available:
         return None
     y = torch.empty_like(gate)
-    function(gate.data_ptr(), up.data_ptr(), y.data_ptr(), gate.numel())
+    _SILU_MUL(gate.data_ptr(), up.data_ptr(), y.data_ptr(), gate.numel())
     return y
+
+
+def add(x: Tensor, y: Tensor, out: Tensor) -> bool:
+    """``x + y``, to the bit as torch computes it, into ``out``; False, and nothing is done, where it does not apply."""
+    if not applies(x, y, out) or not x.shape == y.shape == out.shape or not _ADD.available:
+        return False
+    _ADD(x.data_ptr(), y.data_ptr(), out.data_ptr(), x.numel())
+    return True

@@ -10,6 +10,7 @@
 #include <cmath>
 #include <vector>
 
+#include "again.h"
 #include "bf16.h"
 #include "pool.h"
 
@@ -313,3 +314,5 @@ void linear_w8a8(const uint16_t* x, const Layer* layers, long count, long rows, 
 extern "C" void fw_linear(long kind, const uint16_t* x, const Layer* layers, long count, long rows, long inputs) {
     (kind == 0 ? linear_bf16 : kind == 1 ? linear_w8 : kind == 2 ? linear_w8a8 : linear_plain)(x, layers, count, rows, inputs);
 }
+
+AGAIN(fw_linear)

@@ -4,42 +4,24 @@ how many others there are."""
 from __future__ import annotations
 
 import ctypes
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fw.kernels.build import NotCompiled, library
+from fw.kernels.calls import Kernel
+from fw.kernels.room import Room
 
 PANEL = 32
-
-
-@functools.cache
-def function(flags: Sequence[str] = ()) -> Callable[..., None]:
-    """``fw_linear`` of linear.cpp.
-
-    Args:
-        flags: further ones for the compiler.
-
-    Raises:
-        NotCompiled: with the reason.
-    """
-    found = library(flags).fw_linear
-    found.restype = None
-    found.argtypes = [ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_long, ctypes.c_long, ctypes.c_long]
-    return found
+LINEAR = Kernel("fw_linear", [ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_long, ctypes.c_long, ctypes.c_long])
+"""Of linear.cpp."""
 
 
 def available() -> bool:
     """Whether the kernel can be had on this machine."""
-    try:
-        function()
-    except NotCompiled:
-        return False
-    return True
+    return LINEAR.available
 
 
 def takes(layer: nn.Module) -> bool:
@@ -55,11 +37,12 @@ def layer_of(weight_OI: Tensor) -> nn.Linear:
     return layer
 
 
-def packed(weight_OI: Tensor, together: int = 2) -> Tensor:
+def packed(weight_OI: Tensor, room: Room, together: int = 2) -> Tensor:
     """As the kernels read it, ``[⌈O/32⌉, ⌈I/g⌉, 32, g]`` with g neighbours ``together``, filled up with zeros."""
     outputs, inputs = weight_OI.shape
     padded_OI = F.pad(weight_OI, (0, -inputs % together, 0, -outputs % PANEL))
-    return padded_OI.view(-1, PANEL, padded_OI.shape[1] // together, together).transpose(1, 2).contiguous()
+    panels = padded_OI.view(-1, PANEL, padded_OI.shape[1] // together, together).transpose(1, 2)
+    return room.empty(panels.shape, panels.dtype).copy_(panels)
 
 
 class _Layer(ctypes.Structure):
@@ -70,7 +53,11 @@ class _Layer(ctypes.Structure):
 
 
 class PackedLinear(nn.Module):
-    """``x Wᵀ + b`` with W packed; takes the place of a linear layer that no longer changes."""
+    """``x Wᵀ + b`` with W packed; takes the place of a linear layer that no longer changes.
+
+    Args:
+        room: that W is packed into; one of its own where none is given.
+    """
 
     kind: ClassVar[int] = 0
     packed: Tensor
@@ -78,16 +65,16 @@ class PackedLinear(nn.Module):
     sums: Tensor | None
     bias: Tensor | None
 
-    def __init__(self, layer: nn.Linear) -> None:
+    def __init__(self, layer: nn.Linear, room: Room | None = None) -> None:
         super().__init__()
         self.in_features, self.out_features = layer.in_features, layer.out_features
-        kept = {"scale": None, "sums": None, **self._kept(layer.weight.detach())}
+        kept = {"scale": None, "sums": None, **self._kept(layer.weight.detach(), room or Room(layer.weight.nbytes))}
         for name, tensor in {**kept, "bias": None if layer.bias is None else layer.bias.detach().float()}.items():
             self.register_buffer(name, tensor, persistent=False)
         self.together = Together([self])
 
-    def _kept(self, weight_OI: Tensor) -> dict[str, Tensor]:
-        return {"packed": packed(weight_OI)}
+    def _kept(self, weight_OI: Tensor, room: Room) -> dict[str, Tensor]:
+        return {"packed": packed(weight_OI, room)}
 
     def forward(self, x_I: Tensor) -> Tensor:
         """``[…, I]`` → ``[…, O]``, in bfloat16."""
@@ -138,7 +125,7 @@ class Together:
         for each, described in zip(self._layers, layers, strict=True):
             found[each] = y_O = torch.empty(*x_I.shape[:-1], each.out_features, dtype=torch.bfloat16)
             described.y = y_O.data_ptr()
-        function()(layer.kind, flat_I.data_ptr(), ctypes.addressof(layers), len(found), rows, self._inputs)
+        LINEAR(layer.kind, flat_I.data_ptr(), layers, len(found), rows, self._inputs)
         y_O = found.pop(layer)
         self._of, self._found = (x_I, found) if found else (None, {})
         return y_O
@@ -149,7 +136,7 @@ class PlainLinear(PackedLinear):
 
     kind = 3
 
-    def _kept(self, weight_OI: Tensor) -> dict[str, Tensor]:
+    def _kept(self, weight_OI: Tensor, room: Room) -> dict[str, Tensor]:
         return {"packed": weight_OI}
 
 
@@ -158,9 +145,9 @@ class Int8Linear(PackedLinear):
 
     kind = 1
 
-    def _kept(self, weight_OI: Tensor) -> dict[str, Tensor]:
+    def _kept(self, weight_OI: Tensor, room: Room) -> dict[str, Tensor]:
         codes_OI, scale_O = _codes(weight_OI)
-        return {"packed": packed(codes_OI), "scale": scale_O}
+        return {"packed": packed(codes_OI, room), "scale": scale_O}
 
 
 class W8A8Linear(PackedLinear):
@@ -168,9 +155,9 @@ class W8A8Linear(PackedLinear):
 
     kind = 2
 
-    def _kept(self, weight_OI: Tensor) -> dict[str, Tensor]:
+    def _kept(self, weight_OI: Tensor, room: Room) -> dict[str, Tensor]:
         codes_OI, scale_O = _codes(weight_OI)
-        return {"packed": packed(codes_OI, together=4), "scale": scale_O, "sums": codes_OI.sum(1, dtype=torch.int32)}
+        return {"packed": packed(codes_OI, room, together=4), "scale": scale_O, "sums": codes_OI.sum(1, dtype=torch.int32)}
 
 
 def _codes(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
