@@ -75,15 +75,15 @@ def test_what_goes_wrong_is_told_to_whom_it_concerns(llm, monkeypatch):
         with pytest.raises(UserError, match="temperature: -1 is not at least 0"):
             await llm.agenerate("a", temperature=-1)
         fine = await llm.agenerate("abc", **GREEDY)
-        step = llm.engine._runner.run
+        step = llm.engine.runner.run
 
         def broken(pieces):
             raise RuntimeError("out of luck")
 
-        monkeypatch.setattr(llm.engine._runner, "run", broken)
+        monkeypatch.setattr(llm.engine.runner, "run", broken)
         found = await asyncio.gather(*(llm.agenerate(prompt) for prompt in ("a", "b")), return_exceptions=True)
         assert [str(error) for error in found] == ["out of luck"] * 2
-        monkeypatch.setattr(llm.engine._runner, "run", step)
+        monkeypatch.setattr(llm.engine.runner, "run", step)
         assert (await llm.agenerate("abc", **GREEDY)).token_ids == fine.token_ids, "the next ones are answered"
 
     asyncio.run(some())

@@ -34,6 +34,10 @@ class InferenceSection:
     speculate: int = 0
     """Tokens of an answer that are guessed ahead, by what followed the same tokens before, and checked in one step: what is generated stays
     the same. Worth it for answers that repeat what they were given, and few sequences at once. No effect on memory but a row each."""
+    replay: bool = True
+    """Record a step that computes one token of each sequence on the CPU, and repeat it without Python as long as there are as many
+    sequences. A recording takes about what a step's activations do. Steps of adapters, and a model with forward hooks, are left to
+    Python."""
     prompt_tokens: int | None = None
     """Of these, most that one prompt may take, so that a long one does not keep short ones waiting; empty for half."""
 

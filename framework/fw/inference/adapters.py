@@ -56,6 +56,11 @@ class Adapters:
         """Of those that requests may ask for."""
         return list(self._loaded)
 
+    @property
+    def hooks(self) -> int:
+        """Forward hooks on the model; they do nothing to tokens without an adapter."""
+        return len(self._hooked)
+
     def load(self, name: str, directory: str) -> None:
         """From the next request on, ``name`` is what is in the directory.
 

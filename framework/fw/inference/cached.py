@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fw.errors import UserError
 from fw.inference.adapters import Adapter, Adapters
+from fw.inference.steady import SteadySteps
 from fw.kernels.linear import PlainLinear, available, layer_of, takes
 from fw.kinds.attention import AttentionPlugin, Pattern
 from fw.kinds.kv_cache import KVCache, Stretch
@@ -64,13 +65,17 @@ class Piece:
 class Runner:
     """Runs a model that was built with :class:`ThroughCache`.
 
+    Args:
+        replay: what can be recorded is, and made again without Python.
+
     Raises:
         UserError: the model computes attention by itself.
     """
 
-    def __init__(self, model: CausalLM, cache: KVCache, device: torch.device, adapters: Adapters) -> None:
+    def __init__(self, model: CausalLM, cache: KVCache, device: torch.device, adapters: Adapters, replay: bool = True) -> None:
         self._model, self._cache, self._device, self._adapters = model, cache, device, adapters
         self._tied: PlainLinear | None = None
+        self.steady = SteadySteps(self._logits, cache, model, lambda: adapters.hooks) if device.type == "cpu" and replay else None
         for number, block in enumerate(model.blocks):
             found = [module for module in block.modules() if isinstance(getattr(module, "attention", None), ThroughCache)]
             if len(found) != 1:
@@ -86,20 +91,29 @@ class Runner:
 
     @torch.inference_mode()
     def run(self, pieces: Sequence[Piece]) -> list[Tensor]:
-        """Logits ``[wanted, V]`` of each, in fp32. Keys and values of all tokens are in the cache afterwards."""
+        """Logits ``[wanted, V]`` of each, in fp32, which are there until the next step. Keys and values of all tokens are in the cache
+        afterwards."""
+        self._adapters.serve([piece.adapter for piece in pieces for _ in piece.tokens])
+        if self.steady is not None:
+            if any(piece.stretch.length > 1 or not piece.wanted or piece.adapter is not None for piece in pieces):
+                self.steady.other()
+            elif (logits_TV := self.steady.run(pieces)) is not None:
+                return list(logits_TV.split(1))
         tokens = [token for piece in pieces for token in piece.tokens]
         at = [position for piece in pieces for position in range(piece.stretch.start, piece.stretch.end)]
         rows, begin = [], 0
         for piece in pieces:
             rows += [begin + row for row in piece.wanted]
             begin += piece.stretch.length
-        wanted = torch.tensor(rows, device=self._device)
-
-        def readout(x_1TD: Tensor, head: Head, auxiliary: Tensor | None) -> Tensor:
-            return self._through(head)(x_1TD[0, wanted]).float() if rows else x_1TD.new_empty(0, 0)
-
-        self._adapters.serve([piece.adapter for piece in pieces for _ in piece.tokens])
         self._cache.begin([piece.stretch for piece in pieces])
+        wanted_R = torch.tensor(rows, dtype=torch.int64, device=self._device)
         ids_1T, positions_1T = (torch.tensor([these], device=self._device) for these in (tokens, at))
-        logits_RV = self._model(ids_1T, positions_BL=positions_1T, readout=readout)
+        logits_RV = self._logits(ids_1T, positions_1T, wanted_R)
         return list(logits_RV.split([len(piece.wanted) for piece in pieces]))
+
+    def _logits(self, ids_1T: Tensor, positions_1T: Tensor, wanted_R: Tensor) -> Tensor:
+        def readout(x_1TD: Tensor, head: Head, auxiliary: Tensor | None) -> Tensor:
+            return self._through(head)(x_1TD[0, wanted_R]).float() if len(wanted_R) else x_1TD.new_empty(0, 0)
+
+        logits_RV: Tensor = self._model(ids_1T, positions_BL=positions_1T, readout=readout)
+        return logits_RV

@@ -146,7 +146,7 @@ class Engine:
         adapters: Adapters,
         own_threads: bool = False,
     ) -> None:
-        self._runner, self._options, self._tokenizer = runner, options, tokenizer
+        self.runner, self._options, self._tokenizer = runner, options, tokenizer
         self.context, self._vocab_size, self._ends = context, vocab_size, ends
         self.scheduler = Scheduler(cache, options)
         self._structure = Structure(tokenizer, vocab_size, ends)
@@ -217,7 +217,7 @@ class Engine:
         if not taken:
             return [], []
         pieces = [_piece(answer, stretch) for answer, stretch in taken]
-        logits = self._runner.run(pieces)
+        logits = self.runner.run(pieces)
         self.scheduler.computed(taken)
         self.read_bytes += self.reads.step_bytes + int(self.reads.token_bytes * sum(stretch.end for _, stretch in taken))
         ready: list[tuple[Answer, Tensor]] = []

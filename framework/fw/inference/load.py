@@ -93,7 +93,7 @@ def load(path: str | Path, recipe: InferenceRecipe, adapter: str | Path | None =
     reads = Reads(_read_by_each_step(model) if all_read else 0, token_bytes)
     adapters = Adapters(model, device, lambda directory: read_low_rank(base, directory, ThroughCache(), dtype))
     engine = Engine(
-        Runner(model, cache, device, adapters),
+        Runner(model, cache, device, adapters, options.replay),
         cache,
         options,
         tokenizer,

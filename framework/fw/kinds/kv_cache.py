@@ -51,6 +51,17 @@ class KVNeeds:
     step_tokens: int
 
 
+@dataclass(frozen=True)
+class Places:
+    """Where everything is in a step, in tensors that stay: of steps with as many sequences, and a token of each.
+
+    Attributes:
+        tensors: whatever :meth:`KVCache.attend` reads of the step, and keys and values themselves.
+    """
+
+    tensors: Sequence[Tensor]
+
+
 class KVCache(ABC):
     """Keys and values of many sequences, each known by a number. One thread uses it.
 
@@ -96,9 +107,17 @@ class KVCache(ABC):
         """The first ``count`` of ``tokens`` are in the cache now, for :meth:`reuse` by others."""
         return
 
+    def places(self, sequences: int) -> Places | None:
+        """For steps of so many sequences, that differ in nothing but what is in these tensors; None where they differ in more."""
+        return None
+
     @abstractmethod
-    def begin(self, stretches: Sequence[Stretch]) -> None:
-        """What follows is a step of these, whose tokens lie one behind another in this order."""
+    def begin(self, stretches: Sequence[Stretch], places: Places | None = None) -> None:
+        """What follows is a step of these, whose tokens lie one behind another in this order.
+
+        Args:
+            places: of :meth:`places`, that are filled.
+        """
 
     @abstractmethod
     def attend(self, block: int, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, *, scale: float, softcap: float | None = None) -> Tensor:

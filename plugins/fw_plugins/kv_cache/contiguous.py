@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fw.errors import UserError
-from fw.kinds.kv_cache import KVCache, KVCachePlugin, KVNeeds, Stretch
+from fw.kinds.kv_cache import KVCache, KVCachePlugin, KVNeeds, Places, Stretch
 from fw.kinds.model import KVShape
 from fw_plugins.kv_cache.attending import attend
 
@@ -92,7 +92,7 @@ class _ContiguousCache(KVCache):
                 kept[:length] = of[:length]
         return True
 
-    def begin(self, stretches: Sequence[Stretch]) -> None:
+    def begin(self, stretches: Sequence[Stretch], places: Places | None = None) -> None:
         """Nothing is to be prepared."""
         self._stretches = stretches
 

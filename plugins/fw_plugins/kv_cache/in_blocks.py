@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from fw.kernels.attention import attend_blocks, available, keep
-from fw.kinds.kv_cache import KVCache, KVNeeds, Stretch
+from fw.kinds.kv_cache import KVCache, KVNeeds, Places, Stretch
 from fw.kinds.model import KVShape
 from fw_plugins.kv_cache.attending import attend, attend_to_all
 from fw_plugins.kv_cache.blocks import BlockPool
@@ -95,10 +96,22 @@ class CacheInBlocks(KVCache):
         """Whole blocks."""
         self.pool.written(sequence, tokens, count, salt)
 
-    def begin(self, stretches: Sequence[Stretch]) -> None:
+    def places(self, sequences: int) -> Places | None:
+        """Of the kernel."""
+        if not self._kernel:
+            return None
+        step = _ForKernel.empty(sequences, self.pool.blocks_for(self._needs.longest))
+        return _KernelPlaces([*self._keys, *self._values, step.slots_T, step.tables_BM, step.starts_B, step.lengths_B], step)
+
+    def begin(self, stretches: Sequence[Stretch], places: Places | None = None) -> None:
         """Where everything is, once for all blocks of the model."""
-        make = _ForKernel.of if self._kernel else _ForOperators.of
-        self._step = make(stretches, self.pool, self._needs.device)
+        if not self._kernel:
+            self._step = _ForOperators.of(stretches, self.pool, self._needs.device)
+        elif places is None:
+            self._step = _ForKernel.of(stretches, self.pool)
+        else:
+            assert isinstance(places, _KernelPlaces)
+            self._step = places.step.filled(stretches, self.pool)
 
     def attend(self, block: int, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, *, scale: float, softcap: float | None = None) -> Tensor:
         """All sequences at once by the kernel; else those with one token at once, and the others one after another."""
@@ -150,20 +163,36 @@ class _ForKernel:
     lengths_B: Tensor
 
     @staticmethod
-    def of(stretches: Sequence[Stretch], pool: BlockPool, device: torch.device) -> _ForKernel:
+    def empty(sequences: int, blocks: int, tokens: int | None = None) -> _ForKernel:
+        """Of sequences with so many blocks at most."""
+        whole = partial(torch.empty, dtype=torch.int32)
+        slots_T = torch.empty(tokens or sequences, dtype=torch.int64)
+        return _ForKernel(slots_T, whole((sequences, blocks)), whole(sequences), whole(sequences))
+
+    @staticmethod
+    def of(stretches: Sequence[Stretch], pool: BlockPool) -> _ForKernel:
+        blocks = max(pool.blocks_for(stretch.end) for stretch in stretches)
+        return _ForKernel.empty(len(stretches), blocks, sum(stretch.length for stretch in stretches)).filled(stretches, pool)
+
+    def filled(self, stretches: Sequence[Stretch], pool: BlockPool) -> _ForKernel:
+        """With where these are now; behind a sequence's own blocks stands anything."""
         size = pool.size
-        longest = max(pool.blocks_for(stretch.end) for stretch in stretches)
         slots: list[int] = []
-        tables: list[list[int]] = []
-        for stretch in stretches:
+        tables_BM = self.tables_BM.numpy()
+        for row, stretch in enumerate(stretches):
             table = pool.tables[stretch.sequence]
             slots += [table[at // size] * size + at % size for at in range(stretch.start, stretch.end)]
             count = pool.blocks_for(stretch.end)
-            tables.append(table[:count] + [0] * (longest - count))
-        starts = [stretch.start for stretch in stretches]
-        lengths = [stretch.length for stretch in stretches]
-        numbers = (torch.tensor(these, dtype=torch.int32) for these in (tables, starts, lengths))
-        return _ForKernel(torch.tensor(slots), *numbers)
+            tables_BM[row, :count] = table[:count]
+        self.slots_T.numpy()[:] = slots
+        self.starts_B.numpy()[:] = [stretch.start for stretch in stretches]
+        self.lengths_B.numpy()[:] = [stretch.length for stretch in stretches]
+        return self
+
+
+@dataclass(frozen=True)
+class _KernelPlaces(Places):
+    step: _ForKernel
 
 
 @dataclass(frozen=True)
