@@ -218,3 +218,11 @@ def test_talking(directory):
         text=True,
     )
     assert found.returncode == 0 and found.stdout == f"{one.text}\n{two.text}\n{one.text}\n", found.stderr
+
+
+def test_a_draft_guesses_for_a_file(directory, tmp_path):
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text('{"prompt": "hello"}\n{"prompt": "who"}\n')
+    words = ["generate", directory, "--input", source, "--output", target, "--temperature", "0", "--max-tokens", "21", "--ignore-eos"]
+    told = fw(*words, f"inference.draft={directory}", "inference.speculate=4", "inference.dtype=bf16").ok()
+    assert "2 answers, 42 tokens" in told.out and "; 32 of 32 guesses were right" in told.out

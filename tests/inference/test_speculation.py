@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import fw
+import tokens
 from fw.errors import UserError
 from fw.inference.speculation import Lookup
 
@@ -67,3 +72,102 @@ def test_repetition_takes_fewer_steps(directory):
 def test_what_cannot_be_guessed(directory):
     with pytest.raises(UserError, match=r"inference\.speculate: -1 is too small; the least is 0"):
         fw.LLM(directory, speculate=-1)
+
+
+DRAFTED = [
+    {"temperature": 0, "ignore_eos": True},
+    {"temperature": 1.2, "seed": 7, "n": 2},
+    {"temperature": 0.3, "seed": 1, "logprobs": 2, "presence_penalty": 0.5, "stop": ["a", "qq"]},
+]
+
+
+@pytest.fixture(scope="module")
+def other(directory, tmp_path_factory):
+    """A smaller model with the same tokens, whose weights are its own."""
+    place = tmp_path_factory.mktemp("draft")
+    shutil.copytree(directory, place, dirs_exist_ok=True)
+    torch.manual_seed(3)
+    config = AutoConfig.from_pretrained(directory)
+    config.num_hidden_layers = 1
+    AutoModelForCausalLM.from_config(config).save_pretrained(place)
+    return place
+
+
+def same_answers(one, other) -> None:
+    for left, right in zip(one, other, strict=True):
+        assert [each.token_ids for each in left.completions] == [each.token_ids for each in right.completions]
+        assert [each.text for each in left.completions] == [each.text for each in right.completions]
+
+
+@pytest.mark.parametrize(
+    "cache, settings",
+    [
+        *(("paged", settings) for settings in DRAFTED),
+        ("contiguous", DRAFTED[0]),
+        ({"name": "quantized"}, DRAFTED[1]),
+        *(({"name": "sliding_window", "block_size": 4, "window": 12}, settings) for settings in DRAFTED),
+    ],
+)
+def test_answers_with_a_draft_are_the_same(directory, other, cache, settings):
+    options = {"dtype": "fp32" if cache == "contiguous" else "bf16", "kv_cache": cache, "max_sequences": 4}
+    plain = fw.LLM(directory, **options)
+    asked = {"max_tokens": 50, **settings}
+    expected = plain.generate(PROMPTS, **asked)
+    for draft in (other, directory):
+        guessing = fw.LLM(directory, **options, speculate=3, draft=str(draft), step_tokens=24)
+        same_answers(guessing.generate(PROMPTS, **asked), expected)
+        assert guessing.engine.guesses > 0
+        assert guessing.engine.guesser.cache.live_bytes == 0 or cache != "contiguous", (
+            "what has ended leaves nothing but what may be asked again"
+        )
+
+
+def test_a_draft_that_is_the_model_is_always_right(directory):
+    """Four tokens a step, of a greedy answer; its own steps are recorded, too."""
+    llm = fw.LLM(directory, dtype="bf16", speculate=3, draft=str(directory))
+    llm.engine.add("it", llm.encode("hello"), llm.sampling(max_tokens=101, temperature=0, ignore_eos=True))
+    steps = 0
+    while len(llm.engine):
+        llm.engine.step()
+        steps += 1
+    assert steps == 1 + 25
+    assert llm.engine.guesses == llm.engine.right_guesses == 75
+
+
+def test_a_long_prompt_is_caught_up_with(directory):
+    """The draft computes no more at once than a step of the model does."""
+    prompt = "the quick brown fox " * 8
+    plain = fw.LLM(directory, dtype="bf16")
+    llm = fw.LLM(directory, dtype="bf16", speculate=3, draft=str(directory), step_tokens=16, max_sequences=2)
+    most = []
+    run = llm.engine.guesser.runner.run
+    llm.engine.guesser.runner.run = lambda pieces: most.append(sum(p.stretch.length for p in pieces)) or run(pieces)
+    asked = {"max_tokens": 60, "temperature": 0, "ignore_eos": True}
+    same_answers(llm.generate([prompt, "x", prompt + "y"], **asked), plain.generate([prompt, "x", prompt + "y"], **asked))
+    assert max(most) <= 16 and llm.engine.right_guesses > 60
+
+
+def test_little_room_for_guesses(directory, other):
+    """Where the draft has none, nobody guesses; where the model has none, somebody makes it, as ever."""
+    token_bytes = [sum(2 * s.heads * s.head_dim for s in fw.load_model(place).kv_shapes) * 2 for place in (directory, other)]
+    plain = fw.LLM(directory, dtype="bf16")
+    llm = fw.LLM(
+        directory, dtype="bf16", speculate=4, draft=str(other), max_context=72, kv_budget=f"{sum(token_bytes) * 112}B", max_sequences=4
+    )
+    asked = {"max_tokens": 45, "temperature": 0, "ignore_eos": True}
+    same_answers(llm.generate(PROMPTS, **asked), plain.generate(PROMPTS, **asked))
+    assert llm.engine.scheduler.preemptions and llm.engine.guesses
+    for cache in (llm.engine.scheduler.cache, llm.engine.guesser.cache):
+        cache.pool.check()
+        assert not cache.pool.tables
+
+
+def test_a_draft_with_other_tokens(directory, tmp_path):
+    with pytest.raises(UserError, match=r"inference\.draft: a draft guesses inference\.speculate tokens, which is 0"):
+        fw.LLM(directory, draft=str(directory))
+    with pytest.raises(UserError, match=r"inference\.draft: .*nowhere"):
+        fw.LLM(directory, draft=str(tmp_path / "nowhere"), speculate=2)
+    shutil.copytree(directory, tmp_path / "other")
+    tokens.save(tmp_path / "other", 99)
+    with pytest.raises(UserError, match="has other tokens than the model"):
+        fw.LLM(directory, draft=str(tmp_path / "other"), speculate=2)

@@ -98,6 +98,16 @@ def test_sequences_come_and_go_and_make_room(made):
     assert recorded.engine.runner.steady.repeated > 20
 
 
+@pytest.mark.parametrize("cache", CACHES)
+def test_guesses_are_recorded_too(made, cache):
+    options = {"dtype": "bf16", "kv_cache": CACHES[cache], "speculate": 3, "draft": str(made("llama"))}
+    recorded, python = (fw.LLM(made("llama"), replay=on, **options) for on in (True, False))
+    for count in (1, 2):
+        assert same(answers(recorded, count, max_tokens=60), answers(python, count, max_tokens=60))
+    assert recorded.engine.runner.steady.repeated > 10
+    assert recorded.engine.guesser.runner.steady.repeated > 20 and python.engine.guesser.runner.steady is None
+
+
 def test_hooks_are_called(made):
     llm = fw.LLM(made("llama"), dtype="bf16")
     answers(llm, 1)

@@ -126,6 +126,11 @@ def _stream(llm: LLM, prompt: str, options: argparse.Namespace) -> int:
     return 0
 
 
+def _guesses(llm: LLM) -> str:
+    engine = llm.engine
+    return f"; {engine.right_guesses:,} of {engine.guesses:,} guesses were right" if engine.guesses else ""
+
+
 def _batch(llm: LLM, options: argparse.Namespace) -> int:
     import time
 
@@ -153,7 +158,7 @@ def _batch(llm: LLM, options: argparse.Namespace) -> int:
     kept = f", {progress.before} from before" if progress.before else ""
     print(
         f"{options.output}: {progress.done - progress.failed} answers, {progress.tokens:,} tokens in {seconds:.1f} s"
-        f" ({progress.tokens / seconds:,.0f} tokens/s){kept}"
+        f" ({progress.tokens / seconds:,.0f} tokens/s){kept}{_guesses(llm)}"
     )
     if progress.failed:
         print(f"fw: warning: {progress.failed} lines could not be answered; {options.output} says why", file=sys.stderr)

@@ -32,12 +32,15 @@ class InferenceSection:
     """Tokens that one step computes, of prompts and answers together: with more, long prompts are faster, and others wait longer for their
     next token. Activations grow in proportion."""
     speculate: int = 0
-    """Tokens of an answer that are guessed ahead, by what followed the same tokens before, and checked in one step: what is generated stays
-    the same. Worth it for answers that repeat what they were given, and few sequences at once. No effect on memory but a row each."""
+    """Tokens of an answer that are guessed ahead, by what followed the same tokens before or by a draft model, and checked in one step:
+    what is generated stays the same. Worth it for answers that repeat what they were given, or with a draft, and few sequences at once. No
+    effect on memory but a row each."""
+    draft: str = ""
+    """A smaller model with the same tokens, that guesses: a directory, or org/name of the hub. Takes its weights, in the same dtype, and
+    its part of kv_budget. Empty for no model."""
     replay: bool = True
-    """Record a step that computes one token of each sequence on the CPU, and repeat it without Python as long as there are as many
-    sequences. A recording takes about what a step's activations do. Steps of adapters, and a model with forward hooks, are left to
-    Python."""
+    """Record a step of a few tokens on the CPU, and repeat it without Python as long as there are as many of as many sequences. A recording
+    takes about what a step's activations do. Steps of adapters, and a model with forward hooks, are left to Python."""
     prompt_tokens: int | None = None
     """Of these, most that one prompt may take, so that a long one does not keep short ones waiting; empty for half."""
 
@@ -48,6 +51,8 @@ class InferenceSection:
                 raise UserError(f"inference.{name}: {value} is too small; the least is 1")
         if self.speculate < 0:
             raise UserError(f"inference.speculate: {self.speculate} is too small; the least is 0, for no guesses")
+        if self.draft and not self.speculate:
+            raise UserError("inference.draft: a draft guesses inference.speculate tokens, which is 0; set it, to 4 for one")
         if self.max_sequences > self.step_tokens:
             raise UserError(
                 f"inference.max_sequences: {self.max_sequences} sequences want a token each, and inference.step_tokens is"

@@ -94,11 +94,9 @@ class Runner:
         """Logits ``[wanted, V]`` of each, in fp32, which are there until the next step. Keys and values of all tokens are in the cache
         afterwards."""
         self._adapters.serve([piece.adapter for piece in pieces for _ in piece.tokens])
-        if self.steady is not None:
-            if any(piece.stretch.length > 1 or not piece.wanted or piece.adapter is not None for piece in pieces):
-                self.steady.other()
-            elif (logits_TV := self.steady.run(pieces)) is not None:
-                return list(logits_TV.split(1))
+        plain = all(piece.adapter is None for piece in pieces)
+        if plain and self.steady is not None and (logits_RV := self.steady.run(pieces)) is not None:
+            return list(logits_RV.split([len(piece.wanted) for piece in pieces]))
         tokens = [token for piece in pieces for token in piece.tokens]
         at = [position for piece in pieces for position in range(piece.stretch.start, piece.stretch.end)]
         rows, begin = [], 0

@@ -18,6 +18,7 @@ from fw.inference.options import Sampling
 from fw.inference.sampling import choose
 from fw.inference.scheduler import Scheduler
 from fw.inference.sequence import Answer, FinishReason, Logprobs, Request
+from fw.inference.speculation import Guesser
 from fw.inference.structure import Structure
 from fw.inference.text import AnswerText
 from fw.kernels.threads import alone
@@ -130,6 +131,7 @@ class Engine:
         ends: ids that end a text, for the model.
         reads: what a step reads, for :attr:`read_bytes`, their sum so far.
         adapters: that requests may ask for.
+        guesser: of what comes next; None where nobody guesses.
         own_threads: the model's work is done by kernels of fw's own, so torch's threads rest meanwhile.
     """
 
@@ -144,6 +146,7 @@ class Engine:
         ends: frozenset[int],
         reads: Reads,
         adapters: Adapters,
+        guesser: Guesser | None = None,
         own_threads: bool = False,
     ) -> None:
         self.runner, self._options, self._tokenizer = runner, options, tokenizer
@@ -152,7 +155,7 @@ class Engine:
         self._structure = Structure(tokenizer, vocab_size, ends)
         self.reads, self.read_bytes = reads, 0
         self.guesses, self.right_guesses = 0, 0
-        self.adapters, self._own_threads = adapters, own_threads
+        self.adapters, self.guesser, self._own_threads = adapters, guesser, own_threads
         self._requests: dict[str, Request] = {}
         self._texts: dict[int, AnswerText] = {}
         self._arrivals, self._numbers = count(), count()
@@ -255,10 +258,12 @@ class Engine:
 
     def _guess(self, answers: Sequence[Answer]) -> None:
         """For the next step."""
-        for answer in answers if self._options.speculate else ():
-            if answer.finish_reason is None:
-                most = min(self._options.speculate, answer.request.limit - answer.generated - 1)
-                answer.guessed = answer.lookup.guess(answer.tokens, most) if most > 0 else []
+        if self.guesser is None:
+            return
+        going = [answer for answer in answers if answer.finish_reason is None]
+        most = [min(self._options.speculate, answer.request.limit - answer.generated - 1) for answer in going]
+        for answer, guessed in zip(going, self.guesser.guess(going, most), strict=True):
+            answer.guessed = guessed
 
     def _answer(self, request: Request, index: int) -> Answer:
         sampling = request.sampling
@@ -329,6 +334,8 @@ class Engine:
             reason, answer.stopped_by = "stop", text.stopped_by
         answer.finish_reason = reason
         self.scheduler.remove(answer)
+        if self.guesser is not None:
+            self.guesser.forget(answer)
         return rest
 
     def _ended(self, request: Request) -> Result:

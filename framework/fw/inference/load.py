@@ -11,15 +11,17 @@ from typing import Any
 import torch
 
 from fw.checkpointing.pages import trim
-from fw.config import format_size, parse_size
+from fw.config import InferenceSection, format_size, parse_size
 from fw.errors import UserError
 from fw.inference.adapters import Adapters
 from fw.inference.cached import Runner, ThroughCache
+from fw.inference.draft import DraftModel
 from fw.inference.engine import Engine, Reads
 from fw.inference.options import Sampling
 from fw.inference.packing import bring_ahead, pack
+from fw.inference.speculation import Guesser, PromptLookup
 from fw.kernels.linear import PackedLinear
-from fw.kinds.kv_cache import KVNeeds
+from fw.kinds.kv_cache import KVCache, KVNeeds
 from fw.kinds.model import CausalLM
 from fw.kinds.offload import OffloadPolicy
 from fw.locate import ADAPTER_CONFIG, CONFIG, find, inside
@@ -75,20 +77,28 @@ def load(path: str | Path, recipe: InferenceRecipe, adapter: str | Path | None =
         raise UserError(f"{adapter or path} is an adapter of virtual tokens (peft=prompt), which generation does not put before prompts")
     context = _context(model, config, options.max_context)
     plugin = recipe.kv_cache
+    tokenizer = _tokenizer(path, base)
+    draft = _draft(options.draft, dtype, device, tokenizer) if options.draft else None
     token_bytes = plugin.token_bytes(model.kv_shapes, dtype)
-    each = token_bytes * plugin.kept_tokens(context, options.prompt_share)
+    draft_bytes = plugin.token_bytes(draft.kv_shapes, dtype) if draft is not None else 0
+    each = (token_bytes + draft_bytes) * plugin.kept_tokens(context, options.prompt_share)
     budget = _budget(options.kv_budget, each * options.max_sequences, device)
-    cache = plugin.make(KVNeeds(model.kv_shapes, dtype, device, budget, context, options.prompt_share))
+    own = int(budget * token_bytes / (token_bytes + draft_bytes))
+    cache = plugin.make(KVNeeds(model.kv_shapes, dtype, device, own, context, options.prompt_share))
     if cache.capacity < context:
         say(f"keys and values of {cache.capacity:,} tokens fit {format_size(budget)}, so no sequence may have more, instead of {context:,}")
         context = cache.capacity
     if context < 2:
         raise UserError(f"inference.kv_budget: {format_size(budget)} hold {context} token, and a prompt and its answer are two at least")
-    tokenizer = _tokenizer(path, base)
     generation = _generation(base)
     all_read = model.active_parameters() == sum(parameter.numel() for parameter in model.parameters())
     own_threads = pack(model, options.weights) > 0
     bring_ahead(model)
+    guesser: Guesser | None = PromptLookup() if options.speculate else None
+    if draft is not None:
+        pack(draft, options.weights)
+        needs = KVNeeds(draft.kv_shapes, dtype, device, budget - own, min(context, draft.context), options.prompt_share + options.speculate)
+        guesser = _guesser(draft, plugin.make(needs), needs, options, model.vocab_size)
     trim()  # plain weights have been replaced by packed ones
     reads = Reads(_read_by_each_step(model) if all_read else 0, token_bytes)
     adapters = Adapters(model, device, lambda directory: read_low_rank(base, directory, ThroughCache(), dtype))
@@ -102,10 +112,34 @@ def load(path: str | Path, recipe: InferenceRecipe, adapter: str | Path | None =
         _ends(config, generation, tokenizer),
         reads,
         adapters,
+        guesser,
         own_threads,
     )
     chosen = {name: generation[name] for name in _CHOICE if generation.get(name) is not None} if generation.get("do_sample") else {}
     return Loaded(engine, tokenizer, model, Sampling(**chosen), budget, device)
+
+
+def _draft(path: str, dtype: torch.dtype, device: torch.device, tokenizer: Tokenizer) -> CausalLM:
+    """The model that guesses.
+
+    Raises:
+        UserError: there is none, or its tokens are others.
+    """
+    try:
+        own = _tokenizer(path, _base(path))
+        model = load_model(path, dtype, device, ThroughCache())
+    except UserError as error:
+        raise UserError(f"inference.draft: {error}") from None
+    if own.vocabulary() != tokenizer.vocabulary():
+        raise UserError(
+            f"inference.draft: {path} has other tokens than the model, so its guesses mean nothing; give one of the same tokenizer"
+        )
+    return model
+
+
+def _guesser(draft: CausalLM, cache: KVCache, needs: KVNeeds, options: InferenceSection, vocab_size: int) -> Guesser:
+    runner = Runner(draft, cache, needs.device, Adapters(draft, needs.device, lambda _: {}), options.replay)
+    return DraftModel(runner, cache, min(needs.longest, cache.capacity), vocab_size, options.step_tokens, options.prompt_share)
 
 
 def _read_by_each_step(model: CausalLM) -> int:

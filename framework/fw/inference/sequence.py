@@ -9,7 +9,6 @@ import torch
 
 from fw.inference.adapters import Adapter
 from fw.inference.options import Sampling
-from fw.inference.speculation import Lookup
 from fw.inference.structure import Form
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -83,7 +82,6 @@ class Answer:
         total: sum of the log-probabilities of its own tokens.
         form: that it is to have, and where it is in it.
         guessed: tokens that may come next, for the next step to check.
-        lookup: that they come from.
     """
 
     request: Request
@@ -99,7 +97,6 @@ class Answer:
     total: float = 0.0
     form: Form | None = None
     guessed: list[int] = field(default_factory=list)
-    lookup: Lookup = field(default_factory=Lookup)
 
     @property
     def own(self) -> list[int]:

@@ -7,10 +7,40 @@ that token: what is generated is what would have been.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
+
+from fw.inference.sequence import Answer
 
 _LONGEST, _SHORTEST = 3, 2
 """Tokens that must be the same."""
+
+
+class Guesser(ABC):
+    """Knows answers by their numbers."""
+
+    @abstractmethod
+    def guess(self, answers: Sequence[Answer], most: Sequence[int]) -> list[list[int]]:
+        """Of each what may come next, and no more than so many."""
+
+    @abstractmethod
+    def forget(self, answer: Answer) -> None:
+        """It needs no guesses any more. One that is not known is none."""
+
+
+class PromptLookup(Guesser):
+    """By what each answer has, its prompt included."""
+
+    def __init__(self) -> None:
+        self._of: dict[int, Lookup] = {}
+
+    def guess(self, answers: Sequence[Answer], most: Sequence[int]) -> list[list[int]]:
+        """What followed the same tokens."""
+        return [self._of.setdefault(answer.number, Lookup()).guess(answer.tokens, n) for answer, n in zip(answers, most, strict=True)]
+
+    def forget(self, answer: Answer) -> None:
+        """Where its tokens were."""
+        self._of.pop(answer.number, None)
 
 
 class Lookup:

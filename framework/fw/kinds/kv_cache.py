@@ -53,7 +53,7 @@ class KVNeeds:
 
 @dataclass(frozen=True)
 class Places:
-    """Where everything is in a step, in tensors that stay: of steps with as many sequences, and a token of each.
+    """Where everything is in a step, in tensors that stay: of steps with as many sequences, and as many tokens of each.
 
     Attributes:
         tensors: whatever :meth:`KVCache.attend` reads of the step, and keys and values themselves.
@@ -107,8 +107,9 @@ class KVCache(ABC):
         """The first ``count`` of ``tokens`` are in the cache now, for :meth:`reuse` by others."""
         return
 
-    def places(self, sequences: int) -> Places | None:
-        """For steps of so many sequences, that differ in nothing but what is in these tensors; None where they differ in more."""
+    def places(self, lengths: Sequence[int]) -> Places | None:
+        """For steps of sequences with so many tokens each, that differ in nothing but what is in these tensors; None where they differ in
+        more."""
         return None
 
     @abstractmethod

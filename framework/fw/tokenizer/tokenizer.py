@@ -130,6 +130,10 @@ class Tokenizer:
         """Number of tokens; less than :attr:`vocab_size` where ids are left free."""
         return self._backend.get_vocab_size(with_added_tokens=True)
 
+    def vocabulary(self) -> dict[str, int]:
+        """Ids of all tokens, special ones included."""
+        return dict(self._backend.get_vocab(with_added_tokens=True))
+
     @property
     def vocab_size(self) -> int:
         """The highest id and one, added tokens included."""

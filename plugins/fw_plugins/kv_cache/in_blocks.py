@@ -96,11 +96,11 @@ class CacheInBlocks(KVCache):
         """Whole blocks."""
         self.pool.written(sequence, tokens, count, salt)
 
-    def places(self, sequences: int) -> Places | None:
+    def places(self, lengths: Sequence[int]) -> Places | None:
         """Of the kernel."""
         if not self._kernel:
             return None
-        step = _ForKernel.empty(sequences, self.pool.blocks_for(self._needs.longest))
+        step = _ForKernel.empty(len(lengths), self.pool.blocks_for(self._needs.longest), sum(lengths))
         return _KernelPlaces([*self._keys, *self._values, step.slots_T, step.tables_BM, step.starts_B, step.lengths_B], step)
 
     def begin(self, stretches: Sequence[Stretch], places: Places | None = None) -> None:
@@ -163,10 +163,10 @@ class _ForKernel:
     lengths_B: Tensor
 
     @staticmethod
-    def empty(sequences: int, blocks: int, tokens: int | None = None) -> _ForKernel:
-        """Of sequences with so many blocks at most."""
+    def empty(sequences: int, blocks: int, tokens: int) -> _ForKernel:
+        """Of sequences with so many blocks at most, and so many tokens of the step's in all."""
         whole = partial(torch.empty, dtype=torch.int32)
-        slots_T = torch.empty(tokens or sequences, dtype=torch.int64)
+        slots_T = torch.empty(tokens, dtype=torch.int64)
         return _ForKernel(slots_T, whole((sequences, blocks)), whole(sequences), whole(sequences))
 
     @staticmethod
