@@ -77,6 +77,15 @@ def test_every_cache_and_kind_of_weights(made, cache, weights):
     assert recorded.engine.runner.steady.repeated > 100
 
 
+@pytest.mark.parametrize("quantization", [{"name": "w8a16", "group_size": 16}, {"name": "nf4", "double_quantization": False}])
+def test_codes(made, quantization):
+    options = {"dtype": "bf16", "quantization": quantization}
+    recorded, python = (fw.LLM(made("llama"), replay=on, **options) for on in (True, False))
+    for count in (1, 3):
+        assert same(answers(recorded, count), answers(python, count))
+    assert recorded.engine.runner.steady.repeated >= 2 * (NEW - 1) - 6
+
+
 def test_sequences_come_and_go_and_make_room(made):
     token_bytes = sum(2 * s.heads * s.head_dim for s in fw.load_model(made("llama")).kv_shapes) * 4
     options = {"dtype": "fp32", "kv_cache": CACHES["paged"], "max_context": 60, "kv_budget": f"{token_bytes * 100}B"}

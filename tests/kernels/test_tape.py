@@ -89,6 +89,27 @@ def test_memory_is_taken_again():
     assert torch.equal(played(tape, out, (x,), (value,)), expected)
 
 
+def test_what_is_made_of_weights_is_not_kept():
+    """A layer that has codes, and weights only for the moment of its product."""
+    codes = torch.randint(-9, 9, (128, 128), dtype=torch.int8)
+    x = torch.randn(2, 128)
+
+    def deep(x):
+        for _ in range(50):
+            weight = codes.float()
+            weight *= 0.05
+            x = torch.tanh(x @ weight)
+        return x
+
+    tape, out = record(deep, x, lasting=[codes])
+    assert tape.memory_bytes <= 1 << 20 < 50 * 4 * 128 * 128
+    codes.copy_(torch.randint(-9, 9, (128, 128), dtype=torch.int8))
+    value = torch.randn(2, 128)
+    with torch.inference_mode():
+        expected = deep(value)
+    assert torch.equal(played(tape, out, (x,), (value,)), expected)
+
+
 def test_sums_are_torchs_to_the_bit():
     bits = torch.arange(1 << 16).to(torch.int32).to(torch.int16).view(torch.bfloat16)
     numbers = bits[~bits.isnan()]
@@ -104,21 +125,24 @@ def test_sums_are_torchs_to_the_bit():
 SOMEBODYS = torch.ones(4)
 GIVEN = {
     "chance": (lambda x: x + torch.rand(4), "rand.* may differ"),
+    "chance in place": (lambda x: (x * 1).uniform_(), "uniform_.* may differ"),
     "a number out of a tensor": (lambda x: x * x.sum().item(), "may differ"),
     "a shape by what is in it": (lambda x: x[x > 0], "may differ"),
     "where it is not zero": (lambda x: x.nonzero(), "may differ"),
     "a tensor of somebody's": (lambda x: x + SOMEBODYS, "neither among its inputs nor the model's"),
     "a number of Python's": (lambda x: x * torch.tensor(3.0), "may differ|neither"),
+    "weights made of codes": (lambda x: x + CODES.float()[:4], "weights out of weights"),
     "weights that are changed": (lambda x: WEIGHT.add_(x), "changes what it is not to"),
 }
 WEIGHT = torch.ones(4)
+CODES = torch.ones(1 << 19, dtype=torch.int8)
 
 
 @pytest.mark.parametrize("what", GIVEN)
 def test_refused(what):
     compute, why = GIVEN[what]
     with pytest.raises(NotRepeatable, match=why):
-        record(compute, torch.arange(4.0), lasting=[WEIGHT])
+        record(compute, torch.arange(4.0), lasting=[WEIGHT, CODES])
 
 
 def test_a_kernel_on_what_nobody_knows():

@@ -74,7 +74,7 @@ class Runner:
 
     def __init__(self, model: CausalLM, cache: KVCache, device: torch.device, adapters: Adapters, replay: bool = True) -> None:
         self._model, self._cache, self._device, self._adapters = model, cache, device, adapters
-        self._tied: PlainLinear | None = None
+        self._tied: tuple[Tensor, PlainLinear | None] | None = None
         self.steady = SteadySteps(self._logits, cache, model, lambda: adapters.hooks) if device.type == "cpu" and replay else None
         for number, block in enumerate(model.blocks):
             found = [module for module in block.modules() if isinstance(getattr(module, "attention", None), ThroughCache)]
@@ -84,10 +84,13 @@ class Runner:
 
     def _through(self, head: Head) -> Head:
         """The head's weight may be the embedding's, which nothing has packed: it is used as it lies."""
-        if not isinstance(head, LinearHead) or not takes(layer := layer_of(head.weight_VD)) or not available():
+        if not isinstance(head, LinearHead):
             return head
-        tied = self._tied = self._tied or PlainLinear(layer)
-        return lambda x_D: head.capped(tied(x_D))
+        if self._tied is None or self._tied[0] is not head.weight_VD:
+            layer = layer_of(head.weight_VD)
+            self._tied = head.weight_VD, PlainLinear(layer) if takes(layer) and available() else None
+        tied = self._tied[1]
+        return head if tied is None else lambda x_D: head.capped(tied(x_D))
 
     @torch.inference_mode()
     def run(self, pieces: Sequence[Piece]) -> list[Tensor]:

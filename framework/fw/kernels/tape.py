@@ -28,6 +28,8 @@ from fw.kernels.calls import Kernel, heard
 _aten = torch.ops.aten
 _CHUNK = 1 << 20
 _ALIGNED = 64
+_MOST_OF_WEIGHTS = 1 << 20
+"""Bytes that an operator may make of nothing but what lasts: results are copied to where they are to be."""
 _UNWRITTEN = {
     _aten.empty.memory_format,
     _aten.empty_like.default,
@@ -156,7 +158,7 @@ class Recorder(TorchDispatchMode):
         self._items: list[Callable[[], object]] = []
         self._held: list[Any] = [*inputs]
         self._arena = _Arena()
-        self._inputs, self._lasting = _Ranges(), _Ranges()
+        self._inputs, self._lasting, self._constant = _Ranges(), _Ranges(), _Ranges()
         for x in inputs:
             self._inputs.add(*_range(x))
         for x in lasting:
@@ -188,7 +190,7 @@ class Recorder(TorchDispatchMode):
             return False
         if x.data_ptr() in self._arena or x.data_ptr() in self._inputs:
             return True
-        if x.data_ptr() not in self._lasting:
+        if x.data_ptr() not in self._lasting and x.data_ptr() not in self._constant:
             self._refuse("it reads a tensor that is neither among its inputs nor the model's")
         return False
 
@@ -201,7 +203,8 @@ class Recorder(TorchDispatchMode):
                 self._held.append(argument)
                 words.append(ctypes.addressof(argument))
             else:
-                if kind is ctypes.c_void_p and not (argument in self._arena or argument in self._inputs or argument in self._lasting):
+                known = (self._arena, self._inputs, self._lasting, self._constant)
+                if kind is ctypes.c_void_p and not any(argument in ranges for ranges in known):
                     self._refuse(f"{kernel.name} reads what is neither among its inputs nor the model's")
                 words.append(int(argument))
         if not self._items or not isinstance(self._items[-1], _Calls):
@@ -227,21 +230,24 @@ class Recorder(TorchDispatchMode):
             if elementwise.add(given[0], given[1], out):
                 return out
         out = func(*args, **kwargs)
-        if func._schema.is_mutable:
-            self._again(func, args, kwargs, [], changes=True)
-            return out
-        made = out if isinstance(out, tuple | list) else [out]
+        made = out if isinstance(out, tuple | list) else [] if out is None else [out]
         if _may_differ(func, given) or not all(isinstance(x, Tensor) for x in made):
             self._refuse(f"{func} may differ each time")
+            return out
+        if func._schema.is_mutable:
+            self._again(func, args, kwargs, [], changes=True)
             return out
         before = {x.untyped_storage().data_ptr() for x in given}
         new = [x.numel() > 0 and x.untyped_storage().data_ptr() not in before for x in made]
         if not any(new):
             return out
-        if func not in _UNWRITTEN and not any(varies):
+        if func not in _UNWRITTEN and all(x.data_ptr() in self._constant for x in given):  # made of numbers in the code
             for x in made:
-                self._lasting.add(*_range(x))
+                self._constant.add(*_range(x))
             self._held += made
+            return out
+        if func not in _UNWRITTEN and not any(varies) and sum(x.nbytes for x in made) > _MOST_OF_WEIGHTS:
+            self._refuse(f"{func} makes weights out of weights each time, which takes longer than Python does")
             return out
         placed = [self._arena.like(x) if is_new else x for x, is_new in zip(made, new, strict=True)]
         if func not in _UNWRITTEN:
