@@ -22,9 +22,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fw.kernels import elementwise
-from fw.kernels.build import library
 from fw.kernels.calls import Kernel, heard
 
+_AGAIN = Kernel("fw_again", [ctypes.c_void_p, ctypes.c_long])
 _aten = torch.ops.aten
 _CHUNK = 1 << 20
 _ALIGNED = 64
@@ -82,7 +82,7 @@ class _Calls:
         if self._array is None:
             made = [word for function, words in self._made for word in (function, ctypes.addressof(words))]
             self._array = (ctypes.c_void_p * len(made))(*made)
-        library().fw_again(self._array, ctypes.c_long(len(self._made)))
+        _AGAIN(self._array, len(self._made))
 
 
 class _Ranges:
