@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from fw.errors import FwError, RunError, UserError
 
 if TYPE_CHECKING:
-    from fw.inference.llm import LLM
+    from fw.planning.llm import LLM
     from fw.planning.run import train
     from fw.pretrained import load_model, save_model
     from fw.tokenizer import load_tokenizer
@@ -21,7 +21,7 @@ __version__ = "0.1.0"
 __all__ = ["LLM", "FwError", "RunError", "UserError", "__version__", "load_model", "load_tokenizer", "save_model", "train"]
 
 _FROM = {
-    "LLM": "fw.inference.llm",
+    "LLM": "fw.planning.llm",
     "load_model": "fw.pretrained",
     "load_tokenizer": "fw.tokenizer",
     "save_model": "fw.pretrained",

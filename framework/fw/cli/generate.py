@@ -94,7 +94,7 @@ def load(options: argparse.Namespace) -> LLM:
     """The model, as overrides say."""
     from fw.config import Config, overridden
     from fw.errors import UserError
-    from fw.inference.llm import LLM
+    from fw.planning.llm import LLM
     from fw.recipe.inference import resolve_inference
 
     recipe = resolve_inference(overridden(Config("generate", {}, {}), options.overrides))

@@ -1,4 +1,4 @@
-"""Predict what a run takes: per rank and component, without a GPU, without weights, without starting it."""
+"""Predict what a run takes, or a model that generates: per rank and component, without a GPU, without weights, without starting it."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ EXAMPLES = """examples:
   fw plan configs/quickstart.yaml precision=bf16 --device h100-80gb
   fw plan configs/quickstart.yaml --html plan.html
   fw plan configs/quickstart.yaml --json
-  fw plan configs/quickstart.yaml memory.budget=300MiB --fit --write small.yaml"""
+  fw plan configs/quickstart.yaml memory.budget=300MiB --fit --write small.yaml
+  fw plan path/to/model inference.max_context=8192 inference.max_sequences=16 inference.budget=24GiB"""
 
 EXIT_DOES_NOT_FIT = 3
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """A config, overrides, and what to plan for."""
-    parser.add_argument("config", help="a YAML file")
+    parser.add_argument("config", metavar="CONFIG|MODEL", help="a YAML file, or a model directory or org/name of the hub to generate with")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="values that win over the file's")
     parser.add_argument("--world-size", type=int, metavar="N", help="ranks, instead of those that the config's launch section says")
     parser.add_argument(
@@ -46,6 +47,8 @@ def run(options: argparse.Namespace) -> int:
     from fw.planning.tell import table
 
     pictures.check(options)
+    if _is_model(options.config):
+        return _generation(options)
     if options.fit:
         return _fit(options)
     for option, file in (("--write", options.write), ("--pareto", options.pareto)):
@@ -53,6 +56,31 @@ def run(options: argparse.Namespace) -> int:
             raise UserError(f"{option}: nothing is chosen without --fit")
     found = plan(options.config, *options.overrides, world_size=options.world_size, device=options.device)
     pictures.write(options, found, "planned")
+    print(json.dumps(found.as_json(), indent=1) if options.json else table(found, planned=True))
+    return EXIT_DOES_NOT_FIT if options.strict and found.fits is False else 0
+
+
+def _is_model(given: str) -> bool:
+    """Or else a config."""
+    path = Path(given)
+    return path.is_dir() or not (path.exists() or path.suffix)
+
+
+def _generation(options: argparse.Namespace) -> int:
+    from fw.config import Config, overridden
+    from fw.planning.generation import plan_generation
+    from fw.planning.tell import table
+    from fw.recipe.inference import resolve_inference
+
+    for name in ("fit", "write", "pareto", "html", "png", "world_size"):
+        if getattr(options, name):
+            raise UserError(f"--{name.replace('_', '-')}: is for training runs; of a model that generates there is a table, and --json")
+    if options.device not in (None, "cpu"):
+        raise UserError(f"--device: {options.device}: what generating takes is planned for the CPU so far")
+    recipe = resolve_inference(
+        overridden(Config("plan", {}, {}), [*options.overrides, *(["inference.device=cpu"] if options.device else [])])
+    )
+    found = plan_generation(options.config, recipe)
     print(json.dumps(found.as_json(), indent=1) if options.json else table(found, planned=True))
     return EXIT_DOES_NOT_FIT if options.strict and found.fits is False else 0
 

@@ -23,6 +23,8 @@ class InferenceSection:
     kv_budget: str = ""
     """Most that keys and values may take, like 2GiB. Memory follows use up to it. Empty for what max_sequences sequences of the whole
     context take, but no more than 0.4 of free memory."""
+    budget: str = ""
+    """Most that weights, a step, keys and values may take together, like 8GiB: what is left is for keys and values. Empty for no bound."""
     max_context: int | None = None
     """Most tokens of a sequence, prompt and answer; empty for the model's own. One that kv_budget does not hold is shortened, which is
     said."""
@@ -58,8 +60,10 @@ class InferenceSection:
                 f"inference.max_sequences: {self.max_sequences} sequences want a token each, and inference.step_tokens is"
                 f" {self.step_tokens}; raise that, or lower this"
             )
-        if self.kv_budget and parse_size(self.kv_budget) <= 0:
-            raise UserError(f"inference.kv_budget: {self.kv_budget} holds nothing")
+        for name in ("budget", "kv_budget"):
+            value = getattr(self, name)
+            if value and parse_size(value) <= 0:
+                raise UserError(f"inference.{name}: {value} holds nothing")
 
     @property
     def prompt_share(self) -> int:

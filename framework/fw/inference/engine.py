@@ -15,7 +15,7 @@ from fw.errors import UserError
 from fw.inference.adapters import Adapters
 from fw.inference.cached import Piece, Runner
 from fw.inference.options import Sampling
-from fw.inference.sampling import choose
+from fw.inference.sampling import choose, gathered
 from fw.inference.scheduler import Scheduler
 from fw.inference.sequence import Answer, FinishReason, Logprobs, Request
 from fw.inference.speculation import Guesser
@@ -286,11 +286,10 @@ class Engine:
         return [answer, *(self._answer(request, answer.index + 1 + n) for n in range(answer.copies))]
 
     def _chosen(self, ready: Sequence[tuple[Answer, Tensor]]) -> list[Delta]:
-        logits_BV = torch.stack([row_V for _, row_V in ready])
         answers = [answer for answer, _ in ready]
         known = [answer.request.sampling for answer in answers]
         asked = [row for row, sampling in enumerate(known) if sampling.logprobs is not None or sampling.best_of is not None]
-        own_AV = dict(zip(asked, logits_BV[asked].log_softmax(-1), strict=True)) if asked else {}
+        logits_BV, own_AV = gathered([row_V for _, row_V in ready], asked)
         tokens = choose(logits_BV, answers, self._ends)
         first: dict[str, Answer] = {}
         for row, (answer, token) in enumerate(zip(answers, tokens, strict=True)):

@@ -34,7 +34,8 @@ def pack(model: CausalLM, weights: str) -> int:
         raise UserError(f"inference.weights: {weights} wants a C++ compiler, which is not there: install g++, or set CXX")
     mapped = {tensor.data_ptr() for tensor in model.in_files.values()}
     replaced, room = 0, Room()
-    for module in list(model.modules()):
+    # Of those that are replaced none is held: each one's weight goes as soon as it is packed.
+    for module in [module for module in model.modules() if any(map(takes, module.children()))]:
         for name, layer in list(module.named_children()):
             if takes(layer):
                 assert isinstance(layer, nn.Linear)

@@ -12,6 +12,12 @@ from fw.inference.options import Sampling
 from fw.inference.sequence import Answer
 
 
+def gathered(rows: Sequence[Tensor], asked: Sequence[int]) -> tuple[Tensor, dict[int, Tensor]]:
+    """Logits ``[B, V]`` of rows ``[V]``; of those that are asked for, log-probabilities under the model itself, by their numbers."""
+    logits_BV = torch.stack(list(rows))
+    return logits_BV, dict(zip(asked, logits_BV[asked].log_softmax(-1), strict=True)) if asked else {}
+
+
 def choose(logits_BV: Tensor, answers: Sequence[Answer], ends: frozenset[int]) -> list[int]:
     """A token for each row.
 

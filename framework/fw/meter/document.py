@@ -22,7 +22,7 @@ COMPONENTS = {
     "kv": "keys and values of generation",
     "other": "what was there before the step and is none of these",
 }
-PHASES = ("load", "forward", "backward", "step", "save", "resume")
+PHASES = ("load", "forward", "backward", "step", "save", "resume", "generate")
 
 
 @dataclass(frozen=True)
@@ -131,6 +131,26 @@ class RankMemory:
 
 
 @dataclass(frozen=True)
+class Generation:
+    """What generating is planned for, and what would fit.
+
+    Attributes:
+        token_bytes: that keys and values of a token take.
+        sequences: at once, each of ``context`` tokens.
+        kv_budget: bytes that the budget leaves for keys and values.
+        largest_context: tokens of each of so many sequences that fit these, no more than ``context``; ``largest_sequences``, how many of
+            ``context`` tokens do.
+    """
+
+    token_bytes: float
+    sequences: int
+    context: int
+    kv_budget: int
+    largest_context: int
+    largest_sequences: int
+
+
+@dataclass(frozen=True)
 class MemoryDocument:
     """The memory of a run.
 
@@ -139,6 +159,7 @@ class MemoryDocument:
         device: what ranks compute on.
         budget: bytes a rank may take; None where nothing bounds it.
         step_time: seconds per optimizer step; None where it is not known.
+        generation: of a model that generates; None for a training run.
         detail: one step more closely; no part of the JSON.
         time: where the time of a step went, where that was measured; no part of the JSON.
     """
@@ -149,6 +170,7 @@ class MemoryDocument:
     budget: int | None
     per_rank: Sequence[RankMemory]
     step_time: float | None
+    generation: Generation | None = None
     detail: Detail | None = None
     time: StepTime | None = None
 
@@ -172,13 +194,15 @@ class MemoryDocument:
             "budget_bytes": self.budget,
             "per_rank": [rank.as_json() for rank in self.per_rank],
             "step_time_s": self.step_time,
+            **({"generation": vars(self.generation)} if self.generation is not None else {}),
         }
 
     @staticmethod
     def from_json(raw: Mapping[str, Any]) -> MemoryDocument:
         """What :meth:`as_json` gave."""
         ranks = [RankMemory.from_json(rank) for rank in raw["per_rank"]]
-        return MemoryDocument(raw["config"], raw["device"], raw["world_size"], raw["budget_bytes"], ranks, raw["step_time_s"])
+        generation = Generation(**raw["generation"]) if "generation" in raw else None
+        return MemoryDocument(raw["config"], raw["device"], raw["world_size"], raw["budget_bytes"], ranks, raw["step_time_s"], generation)
 
 
 def _in_bytes(parts: Mapping[str, int]) -> dict[str, int]:

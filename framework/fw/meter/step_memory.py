@@ -22,6 +22,7 @@ from fw.meter.detail import Timeline, by_module_at, most_by_module
 
 WEIGHTS, GATHERED, COPIES, OPTIMIZER, BUFFERS = "weights", "gathered weights", "weight copies", "optimizer state", "buffers"
 GRADIENTS, ACTIVATIONS, HEAD, EXCHANGED, INPUTS, OTHER = "gradients", "activations", "head and loss", "exchanged", "inputs", "other"
+KV = "keys and values"
 
 CATEGORIES = {
     WEIGHTS: "parameters as this rank keeps them",
@@ -54,6 +55,7 @@ COMPONENT_OF = {
     UNNAMED: "temporary",
     BUFFERS: "buffers",
     INPUTS: "inputs",
+    KV: "kv",
     OTHER: "other",
 }
 """Of the document (:mod:`fw.meter.document`) that each category is part of."""

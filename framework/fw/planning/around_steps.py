@@ -89,9 +89,9 @@ def shapes(tensors: Mapping[str, Tensor | Kept]) -> Shapes:
 
 
 def _start(recipe: Recipe, built: Built, mesh: DeviceMesh | None, device: torch.device, ledger: Ledger, initial: bool) -> Assembly:
-    give = _filling(built.model, recipe.model.weights, ledger, initial)
+    give = filling(built.model, recipe.model.weights, ledger, initial)
     wanted = recipe.objective.beside
-    beside = None if built.beside is None or wanted is None else _filling(built.beside, Path(wanted.path), ledger, initial=False)
+    beside = None if built.beside is None or wanted is None else filling(built.beside, Path(wanted.path), ledger, initial=False)
     return start(recipe, built, mesh, device, give, beside)
 
 
@@ -111,7 +111,7 @@ def name_known(found: Recorder, made: Assembly) -> None:
     found.known_rest(OTHER)
 
 
-def _filling(model: CausalLM, weights: Path | None, ledger: Ledger, initial: bool) -> Give:
+def filling(model: CausalLM, weights: Path | None, ledger: Ledger, initial: bool) -> Give:
     """Takes what filling a model takes: files are mapped, and what lies there takes nothing; values that are drawn take a chunk at a time,
     and a weight that is quantized is there whole for a moment. Of several tensors of a kind, one does so."""
     there = weights is not None and (of := quantization_for(weights)) is not None and type(of) is type(model.quantization)

@@ -129,6 +129,13 @@ class Ledger(TorchDispatchMode):
         self.bind(tensor, block)
         return tensor
 
+    def in_a_file(self, like: Tensor) -> Tensor:
+        """A tensor of the same shape, strides and dtype, in mapped memory, which is nobody's own."""
+        with self._pause():
+            tensor = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)
+        self.bind(tensor, Block(0))
+        return tensor
+
     @contextmanager
     def recording(self, device: torch.device, rules: Rules) -> Iterator[Recorder]:
         """Record what comes and goes; all tensors of a ledger are on one device."""

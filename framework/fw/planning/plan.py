@@ -89,7 +89,7 @@ def _plan(recipe: Recipe, gpu: Device | None, speeds: Speeds | None, tell: Say) 
         ranks[rank] = replace(found, host_peak=imported + found.allocated_peak)
     per_rank = [with_phases(replace(ranks[like], rank=rank), traces[like]) for rank, like in enumerate(alike)]
     budget = recipe.memory.budget_bytes
-    budget = budget or (_host_memory() // recipe.ranks_per_host if gpu is None else gpu.memory_bytes)
+    budget = budget or (host_memory() // recipe.ranks_per_host if gpu is None else gpu.memory_bytes)
     bound = gpu or speeds
     seconds = None if bound is None else max(slowest_step(trace, bound, recipe.ranks_per_host) for trace in traces.values())
     document = MemoryDocument(recipe.config.name, CPU if gpu is None else gpu.name, recipe.world_size, budget, per_rank, seconds)
@@ -142,5 +142,6 @@ def _tokens(batches: Batches, indices: Sequence[int]) -> int:
     return len(indices) * max((int(batches.train.padded(slice(i, i + 1))[0]) for i in indices), default=0)
 
 
-def _host_memory() -> int:
+def host_memory() -> int:
+    """Bytes that this machine has."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fw.config import format_size
-from fw.meter.document import COMPONENTS, MemoryDocument, RankMemory
+from fw.meter.document import COMPONENTS, Generation, MemoryDocument, RankMemory
 from fw.planning import tell_time
 
 
@@ -36,11 +36,25 @@ def table(document: MemoryDocument, *, planned: bool = False) -> str:
         lines.append(f"{'step':<16}{document.step_time:>10.3g} s{estimate}")
     if document.budget is not None:
         lines.append(f"{'budget':<16}{format_size(document.budget):>12}  {verdict(document)}")
+    if document.generation is not None:
+        lines += [*([""] if lines[-1] else []), *generation(document.generation, document.largest.at_peak.get("kv", 0))]
     if document.detail is not None and document.detail.findings:
         lines += ["", *(finding.sentence(document.world_size) for finding in document.detail.findings)]
     if document.time is not None:
         lines += ["", *tell_time.lines(document.time)]
     return "\n".join(lines)
+
+
+def generation(planned: Generation, kv_bytes: int) -> list[str]:
+    """What keys and values are of, and what would fit."""
+    lines = [
+        f"keys and values: {format_size(round(planned.token_bytes))} for each token, {format_size(kv_bytes)} in all;"
+        f" wanted are {planned.sequences} sequences of {planned.context:,} tokens"
+    ]
+    if not planned.largest_context:
+        return [*lines, "the budget has no room for one token of each"]
+    many = f", or {planned.largest_sequences:,} of {planned.context:,}" if planned.largest_sequences else ""
+    return [*lines, f"the budget has room for {planned.sequences} sequences of {planned.largest_context:,} tokens{many}"]
 
 
 def phases(document: MemoryDocument) -> list[str]:

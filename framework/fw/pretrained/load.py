@@ -67,6 +67,35 @@ def load_model(
     Raises:
         UserError: no such model, an architecture or a field that is not honoured, or weights that do not fit.
     """
+    made, weights, directory = structure(path, dtype, attention, model, adapter, quantization)
+    filling = weights_for(weights_of(weights), made)
+    staying = choose_in_files(made, filling, offload) if offload is not None and offload.params == "nvme" else {}
+    with left_out(made, staying):
+        made.materialise(torch.device(device))
+    made.in_files = staying
+    tensors, added = made.stored(), made.adapters.added if made.adapters is not None else {}
+    quantizing(filling, made, filling.codes)({n: t for n, t in tensors.items() if n not in added and n not in staying})
+    if directory is not None:
+        adapter_for(TensorFiles(directory, ADAPTER), made)(tensors)
+    return made.eval()
+
+
+def structure(
+    path: str | Path,
+    dtype: torch.dtype,
+    attention: str | AttentionPlugin = "sdpa",
+    model: str = "auto",
+    adapter: str | Path | None = None,
+    quantization: str | QuantizationPlugin | None = None,
+) -> tuple[CausalLM, Path, Path | None]:
+    """The model of a directory on the meta device, the directory of its weights, and that of its adapter.
+
+    Args:
+        path: as for :func:`load_model`, and all others.
+
+    Raises:
+        UserError: no such model, or an architecture or a field that is not honoured.
+    """
     model_cls = registry.load("model", model, ModelPlugin, KINDS["model"].apis)
     if "path" not in {field.name for field in dataclasses.fields(model_cls.Config)}:
         raise UserError(f"model '{model}' takes no path, so no directory can be loaded with it; use auto or hf")
@@ -86,20 +115,11 @@ def load_model(
     with torch.device("meta"):
         made = plugin.build(plugin.vocab_size, 1, chosen)
         made.quantized, made.quantization = quantized.apply(made, dtype), quantized
-        if adapter is not None:
-            directory = find(adapter, ADAPTER_CONFIG)
+        directory = None if adapter is None else find(adapter, ADAPTER_CONFIG)
+        if directory is not None:
             made.adapters = peft_for(directory).apply(made)
         made.to(dtype)
-    filling = weights_for(weights_of(plugin.weights), made)
-    staying = choose_in_files(made, filling, offload) if offload is not None and offload.params == "nvme" else {}
-    with left_out(made, staying):
-        made.materialise(torch.device(device))
-    made.in_files = staying
-    tensors, added = made.stored(), made.adapters.added if made.adapters is not None else {}
-    quantizing(filling, made, filling.codes)({n: t for n, t in tensors.items() if n not in added and n not in staying})
-    if adapter is not None:
-        adapter_for(TensorFiles(directory, ADAPTER), made)(tensors)
-    return made.eval()
+    return made, plugin.weights, directory
 
 
 def _default(kind: str, name: str) -> Plugin:

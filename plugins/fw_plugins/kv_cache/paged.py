@@ -38,11 +38,20 @@ class Paged(KVCachePlugin):
         """Keys and values."""
         return sum(Plain(dtype).token_bytes(shape) for shape in shapes)
 
+    def kept_tokens(self, tokens: int, step_tokens: int) -> int:
+        """Whole blocks."""
+        return whole_blocks(tokens, self.config.block_size)
+
     def make(self, needs: KVNeeds) -> KVCache:
         """Its memory is taken as blocks are used."""
         return CacheInBlocks(
             needs, pool_for(needs, Plain(needs.dtype), self.config.block_size, self.config.reuse_prefixes), Plain(needs.dtype)
         )
+
+
+def whole_blocks(tokens: int, block_size: int) -> int:
+    """Tokens that the blocks of so many have room for."""
+    return -(-tokens // block_size) * block_size
 
 
 def pool_for(needs: KVNeeds, keeping: Keeping, block_size: int, reuse: bool) -> BlockPool:

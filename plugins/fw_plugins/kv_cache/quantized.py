@@ -13,7 +13,7 @@ from fw.kinds.kv_cache import KVCache, KVCachePlugin, KVNeeds
 from fw.kinds.model import KVShape
 from fw_plugins.kv_cache.in_blocks import CacheInBlocks
 from fw_plugins.kv_cache.keeping import Float8, Int4, Int8, Keeping
-from fw_plugins.kv_cache.paged import PagedConfig, pool_for
+from fw_plugins.kv_cache.paged import PagedConfig, pool_for, whole_blocks
 
 _FP8_SINCE = (8, 9)
 """Compute capability: Ada and Hopper."""
@@ -51,6 +51,10 @@ class Quantized(KVCachePlugin):
     def token_bytes(self, shapes: Sequence[KVShape], dtype: torch.dtype) -> float:
         """Codes and scales."""
         return sum(self._keeping(dtype).token_bytes(shape) for shape in shapes)
+
+    def kept_tokens(self, tokens: int, step_tokens: int) -> int:
+        """Whole blocks."""
+        return whole_blocks(tokens, self.config.block_size)
 
     def make(self, needs: KVNeeds) -> KVCache:
         """Its memory is taken as blocks are used.

@@ -12,7 +12,7 @@ from fw.kinds.kv_cache import KVCache, KVCachePlugin, KVNeeds
 from fw.kinds.model import KVShape
 from fw_plugins.kv_cache.in_blocks import Bounds, CacheInBlocks
 from fw_plugins.kv_cache.keeping import Plain
-from fw_plugins.kv_cache.paged import pool_for
+from fw_plugins.kv_cache.paged import pool_for, whole_blocks
 
 
 @dataclass
@@ -48,7 +48,8 @@ class SlidingWindow(KVCachePlugin):
 
     def kept_tokens(self, tokens: int, step_tokens: int) -> int:
         """No more than window, sinks and what a step adds."""
-        return min(tokens, CacheInBlocks.most_kept(self._bounds, step_tokens, self.config.block_size))
+        most = CacheInBlocks.most_kept(self._bounds, step_tokens, self.config.block_size)
+        return whole_blocks(min(tokens, most), self.config.block_size)
 
     def make(self, needs: KVNeeds) -> KVCache:
         """Its memory is taken as blocks are used. Beginnings are not shared: what a token is computed from is not all kept."""

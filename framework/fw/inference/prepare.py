@@ -1,0 +1,183 @@
+"""From a model directory to a model that runs over a cache of keys and values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fw.config import format_size, parse_size
+from fw.errors import UserError
+from fw.inference.adapters import Adapters
+from fw.inference.cached import Runner, ThroughCache
+from fw.inference.packing import pack
+from fw.kinds.kv_cache import KVCache, KVNeeds
+from fw.kinds.model import CausalLM
+from fw.kinds.offload import OffloadPolicy
+from fw.locate import ADAPTER_CONFIG, CONFIG, find, inside
+from fw.meter.memory import available_bytes
+from fw.place import place
+from fw.pretrained import load_model
+from fw.pretrained.directory import read_adapter_config, read_config
+from fw.pretrained.low_rank import read_low_rank
+from fw.recipe.inference import InferenceRecipe
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_SHARE = 0.4
+"""Of the memory that is free, what keys and values may take unless somebody says so."""
+
+
+@dataclass(frozen=True)
+class OverCache:
+    """A model with its cache.
+
+    Attributes:
+        token_bytes: that keys and values of a token take.
+        context: tokens of the longest sequence that it can have.
+    """
+
+    model: CausalLM
+    runner: Runner
+    cache: KVCache
+    adapters: Adapters
+    token_bytes: float
+    context: int
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What generates.
+
+    Attributes:
+        base: the model's directory; ``config``, what its config.json says.
+        draft: a smaller model that guesses; None where nobody asked for one.
+        kv_budget: bytes for keys and values, the draft's included.
+        own_threads: linear layers are computed by kernels of fw's own.
+    """
+
+    base: Path
+    config: dict[str, Any]
+    device: torch.device
+    own: OverCache
+    draft: OverCache | None
+    kv_budget: int
+    own_threads: bool
+
+
+def prepare(
+    path: str | Path,
+    recipe: InferenceRecipe,
+    adapter: str | Path | None,
+    say: Callable[[str], None],
+    read: Callable[..., CausalLM] = load_model,
+    free: Callable[[torch.device], float] = available_bytes,
+) -> Prepared:
+    """Read weights, and make room for keys and values.
+
+    Args:
+        path: a model directory, an adapter's, a run of fw's own, or ``org/name`` of the hub.
+        say: is told what was changed of what was asked for.
+        read: gives the model of a directory, as :func:`fw.pretrained.load_model` does.
+        free: bytes of a device that can be had.
+
+    Raises:
+        UserError: there is no such model, or it cannot generate so.
+    """
+    options = recipe.inference
+    device = _device(options.device)
+    base = base_of(path)
+    config = read_config(place(base))
+    dtype = _dtype(options.dtype, config)
+    model = read(path, dtype, device, ThroughCache(), adapter=adapter, quantization=recipe.quantization, offload=_offload(recipe, device))
+    if model.adapters is not None and getattr(model, "prompt_embeddings", None) is not None:
+        raise UserError(f"{adapter or path} is an adapter of virtual tokens (peft=prompt), which generation does not put before prompts")
+    models = [model, *([_draft(options.draft, dtype, device, read)] if options.draft else [])]
+    context = _context(model, options.max_context)
+    plugin = recipe.kv_cache
+    token_bytes = [plugin.token_bytes(each.kv_shapes, dtype) for each in models]
+    kept = plugin.kept_tokens(context, options.prompt_share)
+    budget = _budget(options.kv_budget, sum(token_bytes) * kept * options.max_sequences, device, free)
+    replaced = [pack(each, options.weights) for each in models]  # before there are caches: meanwhile a weight is there twice
+    made: list[OverCache] = []
+    for each, bytes_of in zip(models, token_bytes, strict=True):
+        longest = min(context, each.context)
+        step_tokens = options.prompt_share + (options.speculate if made else 0)
+        share = int(budget * bytes_of / sum(token_bytes))
+        cache = plugin.make(KVNeeds(each.kv_shapes, dtype, device, share, longest, step_tokens))
+        adapters = Adapters(each, device, lambda directory: read_low_rank(base, directory, ThroughCache(), dtype))
+        runner = Runner(each, cache, device, adapters, options.replay)
+        made.append(OverCache(each, runner, cache, adapters, bytes_of, min(longest, cache.capacity)))
+    own = made[0]
+    if own.context < context:
+        say(f"keys and values of {own.context:,} tokens fit {format_size(budget)}, so no sequence may have more, instead of {context:,}")
+    if own.context < 2:
+        raise UserError(
+            f"inference.kv_budget: {format_size(budget)} hold {own.context} token, and a prompt and its answer are two at least"
+        )
+    return Prepared(base, config, device, own, made[1] if options.draft else None, budget, replaced[0] > 0)
+
+
+def base_of(path: str | Path) -> Path:
+    """The directory of the model itself.
+
+    Raises:
+        UserError: there is none.
+    """
+    if inside(Path(path), CONFIG) is None and (adapter := inside(Path(path), ADAPTER_CONFIG)):
+        path = read_adapter_config(place(adapter)).get("base_model_name_or_path") or ""
+        if not path:
+            raise UserError(f"{adapter / ADAPTER_CONFIG} names no base; give the base, and the adapter with it")
+    return find(path)
+
+
+def _draft(path: str, dtype: torch.dtype, device: torch.device, read: Callable[..., CausalLM]) -> CausalLM:
+    try:
+        return read(path, dtype, device, ThroughCache())
+    except UserError as error:
+        raise UserError(f"inference.draft: {error}") from None
+
+
+def _device(wanted: str) -> torch.device:
+    if wanted == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(wanted)
+    except RuntimeError:
+        raise UserError(f"inference.device: '{wanted}' is no device; there are cpu, cuda, cuda:1 and so on") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise UserError("inference.device: no GPU is there; use cpu")
+    return device
+
+
+def _offload(recipe: InferenceRecipe, device: torch.device) -> OffloadPolicy:
+    policy = recipe.offload
+    if policy.params == "cpu" and device.type == "cpu":
+        raise UserError("offload.params: cpu is where the model computes; nvme leaves weights in their files")
+    if policy.params != "device" and device.type != "cpu":
+        raise UserError(
+            f"offload.params: {policy.params} is for generating on a CPU so far; set inference.device: cpu, or offload.params: device"
+        )
+    return policy
+
+
+def _dtype(wanted: str, config: dict[str, Any]) -> torch.dtype:
+    if wanted != "auto":
+        return DTYPES[wanted]
+    named = getattr(torch, str(config.get("dtype") or config.get("torch_dtype") or "float32"), None)
+    return named if isinstance(named, torch.dtype) and named in DTYPES.values() else torch.float32
+
+
+def _context(model: CausalLM, wanted: int | None) -> int:
+    longest = model.context
+    if wanted is not None and wanted > longest:
+        raise UserError(f"inference.max_context: {wanted} is more than the model's own, {longest}")
+    return wanted or longest
+
+
+def _budget(wanted: str, most: float, device: torch.device, free: Callable[[torch.device], float]) -> int:
+    if wanted:
+        return parse_size(wanted)
+    return int(min(most, _SHARE * free(device)))

@@ -1,0 +1,238 @@
+"""What generating with a model takes: the same code that generates, over tensors that have no bytes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from fw.checkpointing.quantized_files import weights_of
+from fw.checkpointing.tensor_files import weights_for
+from fw.config import format_size, parse_size
+from fw.errors import UserError
+from fw.inference.cached import Piece
+from fw.inference.prepare import OverCache, Prepared, prepare
+from fw.inference.sampling import gathered
+from fw.kernels import elementwise
+from fw.kernels.calls import Kernel
+from fw.kernels.linear import PackedLinear
+from fw.kernels.room import Room
+from fw.kinds.attention import AttentionPlugin
+from fw.kinds.kv_cache import KVCachePlugin, Stretch
+from fw.kinds.model import CausalLM
+from fw.kinds.offload import OffloadPolicy
+from fw.kinds.quantization import QuantizationPlugin
+from fw.meter.account import Recorder
+from fw.meter.document import Generation, MemoryDocument, PhaseMemory, RankMemory
+from fw.meter.memory import held_bytes
+from fw.meter.step_memory import BUFFERS, COMPONENT_OF, KV, RULES, WEIGHTS
+from fw.planning.around_steps import filling, highest, read_bytes
+from fw.planning.ledger import Ledger
+from fw.planning.plan import host_memory
+from fw.pretrained.in_files import choose_in_files, left_out
+from fw.pretrained.load import structure
+from fw.recipe.inference import InferenceRecipe
+
+_CPU = torch.device("cpu")
+
+
+def plan_generation(path: str | Path, recipe: InferenceRecipe, adapter: str | Path | None = None) -> MemoryDocument:
+    """Predict what a model takes that generates on the CPU: weights as they are kept, a step, and keys and values of
+    ``inference.max_sequences`` sequences of ``inference.max_context`` tokens, or as many as ``inference.kv_budget`` holds, or as
+    ``inference.budget`` leaves room for.
+
+    Args:
+        path: as for :class:`fw.LLM`; of a directory, its config.json is enough where no weights are to stay in files.
+
+    Raises:
+        UserError: as generating would, or it is to be on a GPU.
+    """
+    found = _planned(path, recipe, adapter)
+    generation = found.generation
+    assert generation is not None
+    if found.fits or recipe.inference.kv_budget or not generation.largest_context:
+        return found
+    return _planned(path, _with_room(recipe, generation.kv_budget), adapter)
+
+
+def within_budget(path: str | Path, recipe: InferenceRecipe, adapter: str | Path | None = None) -> InferenceRecipe:
+    """The recipe whose ``inference.kv_budget`` is what ``inference.budget`` leaves, where there is one.
+
+    Raises:
+        UserError: it leaves nothing, or as :func:`plan_generation`.
+    """
+    options = recipe.inference
+    if not options.budget:
+        return recipe
+    found = plan_generation(path, recipe, adapter)
+    generation, parts = found.generation, found.largest.at_peak
+    assert generation is not None
+    if not found.fits:
+        besides = format_size(sum(parts.values()) - parts.get("kv", 0))
+        kept = (
+            f"of inference.kv_budget, {options.kv_budget}" if options.kv_budget else f"{generation.token_bytes:,.0f} bytes for each token"
+        )
+        raise UserError(
+            f"inference.budget: {options.budget} is too small: weights and a step take {besides}, and keys and values come besides, {kept};"
+            " raise it, keep weights in fewer bits (inference.weights, quantization), or leave some in their files (offload.params=nvme)"
+        )
+    return _with_room(recipe, parts["kv"])
+
+
+def _with_room(recipe: InferenceRecipe, kv_bytes: int) -> InferenceRecipe:
+    return replace(recipe, inference=replace(recipe.inference, kv_budget=f"{kv_bytes}B"))
+
+
+def _planned(path: str | Path, recipe: InferenceRecipe, adapter: str | Path | None) -> MemoryDocument:
+    if recipe.inference.device not in ("cpu", "auto") or (recipe.inference.device == "auto" and torch.cuda.is_available()):
+        raise UserError("inference.device: what generating takes is planned for the CPU so far; set it to cpu")
+    imported = held_bytes(_CPU) or 0
+    with _without_kernels(), Ledger() as ledger:
+        with ledger.recording(_CPU, RULES) as loading:
+            reader = _Reader(ledger, loading)
+            prepared = prepare(path, recipe, adapter, lambda told: None, reader.read, lambda device: math.inf)
+            for each in _models(prepared):
+                loading.name(WEIGHTS, _weights(each.model))
+                loading.name(BUFFERS, each.model.buffers())
+            loading.name_rest(KV)
+        with ledger.recording(_CPU, RULES) as found:
+            for each in _models(prepared):
+                found.known(WEIGHTS, _weights(each.model))
+                found.known(BUFFERS, each.model.buffers())
+            found.known_rest(KV)
+            pieces = _worst_step(prepared, recipe)
+            found.name_rest(KV)  # a cache that takes memory for each sequence
+            rows = prepared.own.runner.run(pieces)
+            gathered([rows_RV[-1] for rows_RV in rows], range(len(rows)))
+            del rows
+        account = found.history.account(COMPONENT_OF)
+    load = PhaseMemory(highest(loading.history), 0, reader.read_bytes)
+    step = PhaseMemory(account.at_peak)
+    peak = account.peak_bytes
+    host = imported + max(peak, load.allocated_peak)
+    rank = RankMemory(0, peak, peak, peak, 0, host, "generate", account.at_peak, account.most, {"load": load, "generate": step})
+    budget = parse_size(recipe.inference.budget) if recipe.inference.budget else host_memory()
+    generation = _generation(prepared, recipe, peak - account.at_peak.get("kv", 0), budget)
+    return MemoryDocument(str(path), "cpu", 1, budget, [rank], None, generation)
+
+
+def _weights(model: CausalLM) -> list[Tensor]:
+    """Parameters, and what they have become."""
+    packed = [buffer for module in model.modules() if isinstance(module, PackedLinear) for buffer in module.buffers()]
+    return [*model.parameters(), *packed]
+
+
+def _models(prepared: Prepared) -> Iterator[OverCache]:
+    yield prepared.own
+    if prepared.draft is not None:
+        yield prepared.draft
+
+
+def _worst_step(prepared: Prepared, recipe: InferenceRecipe) -> list[Piece]:
+    """As many tokens as a step computes, the last ones of as many sequences as there is room for, all of which want their next token."""
+    options, own = recipe.inference, prepared.own
+    sequences = min(options.max_sequences, options.step_tokens)
+    room = prepared.kv_budget / sum(each.token_bytes for each in _models(prepared)) / sequences
+    context = max(1, _longest(recipe.kv_cache, own.context, options.prompt_share, room))
+    length = min(max(1, options.step_tokens // sequences), context)
+    start = context - length
+    begins = [*range(0, start, options.prompt_share), start]
+    stretches = [(begin, end) for begin, end in pairwise([*dict.fromkeys(begins), context])]
+    pieces: list[Piece] = []
+    for number in range(sequences):
+        if not all(own.cache.reserve(number, begin, end) for begin, end in stretches):
+            own.cache.release(number)
+            break
+        pieces.append(Piece(Stretch(number, start, length), [0] * length, range(length - 1, length)))
+    return pieces
+
+
+def _generation(prepared: Prepared, recipe: InferenceRecipe, besides: int, budget: int) -> Generation:
+    """What fits beside weights and a step."""
+    options, plugin = recipe.inference, recipe.kv_cache
+    token_bytes = sum(each.token_bytes for each in _models(prepared))
+    sequences, context = options.max_sequences, options.max_context or prepared.own.model.context
+    room = max(0, budget - besides)
+    kept = plugin.kept_tokens(context, options.prompt_share)
+    return Generation(
+        token_bytes,
+        sequences,
+        context,
+        room,
+        _longest(plugin, context, options.prompt_share, room / token_bytes / sequences),
+        int(room / token_bytes // kept),
+    )
+
+
+def _longest(plugin: KVCachePlugin, most: int, step_tokens: int, room: float) -> int:
+    """Tokens of a sequence that has room for so many, up to ``most``."""
+    low, high = 0, most
+    while low < high:
+        middle = (low + high + 1) // 2
+        if plugin.kept_tokens(middle, step_tokens) <= room:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+class _Reader:
+    """Gives models as :func:`fw.pretrained.load_model` does, with nothing in them."""
+
+    def __init__(self, ledger: Ledger, found: Recorder) -> None:
+        self._ledger, self._found = ledger, found
+        self.read_bytes = 0
+
+    def read(
+        self,
+        path: str | Path,
+        dtype: torch.dtype,
+        device: torch.device,
+        attention: AttentionPlugin,
+        adapter: str | Path | None = None,
+        quantization: QuantizationPlugin | None = None,
+        offload: OffloadPolicy | None = None,
+    ) -> CausalLM:
+        """With weights that stay in files, where some are to."""
+        with _disable_current_modes():  # on the meta device nothing is to be faked
+            model, weights, _ = structure(path, dtype, attention, adapter=adapter, quantization=quantization)
+            staying: dict[str, Tensor] = {}
+            if offload is not None and offload.params == "nvme":
+                staying = choose_in_files(model, weights_for(weights_of(weights), model), offload)
+        staying = {name: self._ledger.in_a_file(tensor) for name, tensor in staying.items()}
+        with left_out(model, staying):
+            model.materialise(device)
+        model.in_files = staying
+        filling(model, weights, self._ledger, initial=False)({n: t for n, t in model.stored().items() if n not in staying})
+        self._found.name(WEIGHTS, model.parameters())
+        self.read_bytes += read_bytes(model, weights) - sum(tensor.nbytes for tensor in staying.values())
+        return model.eval()
+
+
+@contextmanager
+def _without_kernels() -> Iterator[None]:
+    """Kernels compute nothing, of tensors that have no address; whoever calls them makes what they would fill."""
+    call, room, plain = Kernel.__call__, Room.empty, elementwise._PLAIN
+
+    def empty(self: Room, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype)
+
+    fake: Any = FakeTensor
+    Kernel.__call__ = lambda self, *given: None  # type: ignore[method-assign]
+    Room.empty, elementwise._PLAIN = empty, (*plain, FakeTensor)  # type: ignore[method-assign,assignment]
+    fake.data_ptr, fake.numpy = lambda x: x.untyped_storage()._cdata, lambda x: np.zeros(x.shape)
+    try:
+        yield
+    finally:
+        Kernel.__call__, Room.empty, elementwise._PLAIN = call, room, plain  # type: ignore[method-assign]
+        del fake.data_ptr, fake.numpy
