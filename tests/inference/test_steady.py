@@ -11,6 +11,7 @@ from torch import nn
 import fw
 import tokens
 from fw.kernels import linear
+from fw.kernels.build import library
 from fw_plugins.kv_cache import in_blocks
 from models.architectures import CASES, VOCABULARY, save
 
@@ -65,6 +66,7 @@ def test_every_architecture(made, case, dtype):
     # Of each number of sequences, a step is Python's, one is recorded, and one compared with Python.
     assert steady.repeated >= 4 * (NEW - 1) - 3 * 3
     assert python.engine.runner.steady is None
+    assert library().fw_thread_count() == torch.get_num_threads()
 
 
 @pytest.mark.parametrize("weights", ["auto", "int8_weight_only", "w8a8"])

@@ -17,7 +17,7 @@ ANY_PROCESSOR = ("-mno-avx512f", "-mno-avx512bf16") if torch.backends.cpu.get_cp
 @pytest.fixture(params=[(), ANY_PROCESSOR], ids=["this processor", "any processor"])
 def kernel(request, monkeypatch):
     try:
-        library(request.param)
+        library(*request.param)
     except NotCompiled as reason:
         pytest.skip(str(reason))
     monkeypatch.setattr(linear, "LINEAR", Kernel(linear.LINEAR.name, linear.LINEAR.arguments, request.param))

@@ -63,6 +63,21 @@ def test_a_child_has_threads_of_its_own(threads, layer):
     assert torch.equal(layer(x), right)
 
 
+def test_counted_while_torch_works_alone(threads):
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    library.cache_clear()
+    try:
+        with alone(), alone():
+            assert torch.get_num_threads() == 1
+            assert library().fw_thread_count() == 3
+        threads(2)
+        assert library() is library(*()) and library().fw_thread_count() == 2
+    finally:
+        torch.set_num_threads(before)
+        library.cache_clear()
+
+
 def test_torch_works_alone():
     before = torch.get_num_threads()
     torch.set_num_threads(2)

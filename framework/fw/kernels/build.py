@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import torch
+from fw.kernels.threads import of_torch
 
 _HERE = Path(__file__).parent
 _FLAGS = ("-O3", "-march=native", "-std=c++17", "-pthread", "-fPIC", "-fno-math-errno", "-fno-trapping-math")
@@ -26,7 +26,7 @@ class NotCompiled(Exception):
 
 
 @functools.cache
-def library(flags: Sequence[str] = ()) -> ctypes.CDLL:
+def library(*flags: str) -> ctypes.CDLL:
     """All functions, which share their threads: as many as torch has now.
 
     Args:
@@ -52,7 +52,7 @@ def library(flags: Sequence[str] = ()) -> ctypes.CDLL:
         found = ctypes.CDLL(str(made))
     except OSError as error:
         raise NotCompiled(f"{made} cannot be loaded: {error}") from None
-    found.fw_threads(ctypes.c_long(torch.get_num_threads()))
+    found.fw_threads(ctypes.c_long(of_torch()))
     return found
 
 

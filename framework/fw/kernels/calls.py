@@ -34,14 +34,14 @@ class Kernel:
 
     @functools.cached_property
     def _function(self) -> Callable[..., None]:
-        found: Any = getattr(library(self._flags), self.name)
+        found: Any = getattr(library(*self._flags), self.name)
         found.restype, found.argtypes = None, self.arguments
         return found
 
     @functools.cached_property
     def with_words(self) -> int:
         """Where the function begins that takes all arguments as words: numbers and addresses of 64 bits, numbers with a point in double."""
-        found = ctypes.cast(getattr(library(self._flags), f"{self.name}_again"), ctypes.c_void_p).value
+        found = ctypes.cast(getattr(library(*self._flags), f"{self.name}_again"), ctypes.c_void_p).value
         assert found is not None
         return found
 

@@ -133,3 +133,5 @@ void pool::in_pieces(long count, void* of, void (*piece)(void* of, long number))
 
 // How many work from now on, the caller included.
 extern "C" void fw_threads(long count) { the_pool->threads.store(count); }
+
+extern "C" long fw_thread_count() { return the_pool->threads.load(); }

@@ -1,18 +1,30 @@
 """Torch's own threads, where kernels of fw's own do the work.
 
 After each piece of work that torch divides, its threads look out for the next one for milliseconds, and take processors from who has some.
-some.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+
+
+class _Before(threading.local):
+    threads: int | None = None
+
+
+_before = _Before()
+
+
+def of_torch() -> int:
+    """How many threads torch has in this thread of the program, but for ``alone``."""
+    return torch.get_num_threads() if _before.threads is None else _before.threads
 
 
 @functools.cache
@@ -35,9 +47,11 @@ def alone() -> Iterator[None]:
     if openmp is None:
         yield
         return
-    threads = openmp.omp_get_max_threads()
+    threads, outer = openmp.omp_get_max_threads(), _before.threads
+    _before.threads = of_torch()
     openmp.omp_set_num_threads(1)
     try:
         yield
     finally:
         openmp.omp_set_num_threads(threads)
+        _before.threads = outer
