@@ -180,6 +180,24 @@ def column(run_dir: str | Path, name: str) -> list[float]:
 
 
 @pytest.fixture(scope="session")
+def small_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Gives the directory of a model that has learnt nothing, by its case of ``models.architectures``, with a tokenizer."""
+    import tokens
+    from models.architectures import VOCABULARY, save
+
+    found: dict[str, Path] = {}
+
+    def make(case: str) -> Path:
+        if case not in found:
+            found[case] = tmp_path_factory.mktemp(case)
+            save(case, found[case])
+            tokens.save(found[case], VOCABULARY)
+        return found[case]
+
+    return make
+
+
+@pytest.fixture(scope="session")
 def bucket() -> Iterator[str]:
     """``s3://…`` on a server of this machine; the environment tells clients, also in other processes, where it is."""
     from moto.server import ThreadedMotoServer

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import fcntl
 import importlib
 import inspect
 import os
@@ -35,6 +36,7 @@ _IMPORTED = [
     "torch.distributed.tensor.parallel",
     "pytorch_lightning",
     "tokenizers",
+    "fw.inference.rank",
     "fw.training.rank",
     "fw_plugins.checkpoint.safetensors",
     "fw_plugins.data.text",
@@ -49,6 +51,8 @@ _READ_LATER = {"OMP_NUM_THREADS", "PYTHONPATH", "PYTHONUNBUFFERED", "TORCH_DISAB
 _MODULES = {"fw", "torch.distributed.run"}  # what runs by `python -m`
 _SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER
 _MESSAGE = 1 << 20
+_MOST_FDS = 16
+_OUT_OF_THE_WAY = 500
 
 _cold = subprocess.Popen._execute_child  # type: ignore[attr-defined]
 
@@ -64,7 +68,7 @@ class _Server:
     def takes(self, asked: dict[str, Any]) -> bool:
         """Whether a fork can stand for the process that is asked for."""
         special = [asked.get(name) for name in ("gid", "gids", "uid", "umask", "process_group")]
-        if asked["preexec_fn"] or asked["pass_fds"] or not asked["close_fds"] or any(value not in (None, -1) for value in special):
+        if asked["preexec_fn"] or not asked["close_fds"] or any(value not in (None, -1) for value in special):
             return False
         first, *more = _words(asked)
         if first.startswith("-") and first != "-c" and (first != "-m" or more[0] not in _MODULES):
@@ -80,10 +84,12 @@ class _Server:
             "environment": dict(os.environ if asked["env"] is None else asked["env"]),
             "directory": os.path.abspath(asked["cwd"] or "."),
             "new_session": asked["start_new_session"],
+            "fds": [0, 1, 2, *asked["pass_fds"]],
         }
         if not os.path.isdir(what["directory"]):
             raise FileNotFoundError(2, "No such file or directory", what["directory"])
         fds = [asked[name] if asked[name] != -1 else inherited for inherited, name in enumerate(("p2cread", "c2pwrite", "errwrite"))]
+        fds += asked["pass_fds"]
         with self._one_at_a_time, _adopting():
             try:
                 socket.send_fds(self._connection, [pickle.dumps(what)], fds)
@@ -188,7 +194,7 @@ def _start_server() -> _Server:
 def _serve(connection: socket.socket) -> dict[str, Any]:
     """Make children until the caller has gone; returns in each child, with what is asked of it."""
     while True:
-        message, fds, _, _ = socket.recv_fds(connection, _MESSAGE, 3)
+        message, fds, _, _ = socket.recv_fds(connection, _MESSAGE, _MOST_FDS)
         if not message:
             os._exit(0)
         told, tell = os.pipe()
@@ -204,11 +210,14 @@ def _serve(connection: socket.socket) -> dict[str, Any]:
             os.read(begin, 1)  # the one between has ended: the caller is the parent
             for fd in (told, tell, begin):
                 os.close(fd)
-            for number, fd in enumerate(fds):
-                os.dup2(fd, number)
+            asked: dict[str, Any] = pickle.loads(message)
+            away = [fcntl.fcntl(fd, fcntl.F_DUPFD, _OUT_OF_THE_WAY) for fd in fds]
             for fd in fds:
                 os.close(fd)
-            return pickle.loads(message)
+            for fd, number in zip(away, asked["fds"], strict=True):
+                os.dup2(fd, number)
+                os.close(fd)
+            return asked
         os.waitpid(between, 0)
         pid = os.read(told, 32)
         connection.send(pid)

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from fw.errors import UserError
 from fw.kinds.attention import AttentionPlugin, Pattern
-from fw.kinds.model import CausalLM, HFTensor, Init, KVShape, LinearHead, Readout, Rescaling, TensorPlan, Width
+from fw.kinds.model import CausalLM, HFTensor, Init, KVShape, LinearHead, Readout, Rescaling, Width
 from fw.kinds.peft import adapters_are_off
+from fw.kinds.tensor_plan import TensorPlan
 from fw_models.hf_config import HFNames, write
 from fw_models.layers import Angles, Attention, AttentionShape, GatedMLP, RMSNorm, Rope, RopeScaling, ShiftedRMSNorm, positions, prepend
 

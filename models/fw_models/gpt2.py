@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from fw.errors import UserError
 from fw.kinds.attention import AttentionPlugin, Pattern
-from fw.kinds.model import CausalLM, HFTensor, Init, KVShape, LinearHead, Readout, TensorPlan
+from fw.kinds.model import CausalLM, HFTensor, Init, KVShape, LinearHead, Readout
 from fw.kinds.peft import adapters_are_off
+from fw.kinds.tensor_plan import TensorPlan
 from fw_models.hf_config import HFNames, write
 from fw_models.layers import ACTIVATIONS, positions, prepend
 

@@ -47,3 +47,15 @@ def test_fewer_bits(directory, to):
         off = [abs(a - b) for a, b in zip(one.prompt_logprobs, other.prompt_logprobs, strict=True)]
         assert sum(off) / len(off) < 0.1
     assert few.engine.reads.token_bytes < 0.7 * whole.engine.reads.token_bytes
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")
+def test_two_gpus(directory):
+    expected = fw.LLM(directory, dtype="fp32", device="cpu").generate(PROMPTS, **GREEDY)
+    llm = fw.LLM(directory, dtype="fp32", device="cuda", kv_budget="64MiB", tensor=2)
+    try:
+        for result, right in zip(llm.generate(PROMPTS, **GREEDY), expected, strict=True):
+            assert result.token_ids == right.token_ids
+            assert result.logprobs == pytest.approx(right.logprobs, abs=1e-3)
+    finally:
+        llm.close()

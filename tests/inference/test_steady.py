@@ -13,7 +13,7 @@ import tokens
 from fw.kernels import linear
 from fw.kernels.build import library
 from fw_plugins.kv_cache import in_blocks
-from models.architectures import CASES, VOCABULARY, save
+from models.architectures import CASES, VOCABULARY
 
 pytestmark = pytest.mark.skipif(not linear.available(), reason="no compiler")
 NEW = 12
@@ -23,21 +23,6 @@ CACHES = {
     "int4": {"name": "quantized", "block_size": 4, "to": "int4"},
     "window": {"name": "sliding_window", "block_size": 4, "window": 8, "sinks": 2},
 }
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory):
-    """The directory of a model, by its case."""
-    found = {}
-
-    def make(case: str):
-        if case not in found:
-            found[case] = tmp_path_factory.mktemp(case)
-            save(case, found[case])
-            tokens.save(found[case], VOCABULARY)
-        return found[case]
-
-    return make
 
 
 def prompts(count: int, longest: int = 20) -> list[list[int]]:
@@ -57,8 +42,8 @@ def same(one, other) -> bool:
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("case", CASES)
-def test_every_architecture(made, case, dtype):
-    recorded, python = (fw.LLM(made(case), dtype=dtype, replay=on) for on in (True, False))
+def test_every_architecture(small_model, case, dtype):
+    recorded, python = (fw.LLM(small_model(case), dtype=dtype, replay=on) for on in (True, False))
     steady = recorded.engine.runner.steady
     for count in (1, 3, 1, 5):
         assert same(answers(recorded, count), answers(python, count))
@@ -71,27 +56,27 @@ def test_every_architecture(made, case, dtype):
 
 @pytest.mark.parametrize("weights", ["auto", "int8_weight_only", "w8a8"])
 @pytest.mark.parametrize("cache", CACHES)
-def test_every_cache_and_kind_of_weights(made, cache, weights):
+def test_every_cache_and_kind_of_weights(small_model, cache, weights):
     options = {"dtype": "bf16", "kv_cache": CACHES[cache], "weights": weights}
-    recorded, python = (fw.LLM(made("llama"), replay=on, **options) for on in (True, False))
+    recorded, python = (fw.LLM(small_model("llama"), replay=on, **options) for on in (True, False))
     for count in (1, 2, 4):
         assert same(answers(recorded, count, max_tokens=40), answers(python, count, max_tokens=40))
     assert recorded.engine.runner.steady.repeated > 100
 
 
 @pytest.mark.parametrize("quantization", [{"name": "w8a16", "group_size": 16}, {"name": "nf4", "double_quantization": False}])
-def test_codes(made, quantization):
+def test_codes(small_model, quantization):
     options = {"dtype": "bf16", "quantization": quantization}
-    recorded, python = (fw.LLM(made("llama"), replay=on, **options) for on in (True, False))
+    recorded, python = (fw.LLM(small_model("llama"), replay=on, **options) for on in (True, False))
     for count in (1, 3):
         assert same(answers(recorded, count), answers(python, count))
     assert recorded.engine.runner.steady.repeated >= 2 * (NEW - 1) - 6
 
 
-def test_sequences_come_and_go_and_make_room(made):
-    token_bytes = sum(2 * s.heads * s.head_dim for s in fw.load_model(made("llama")).kv_shapes) * 4
+def test_sequences_come_and_go_and_make_room(small_model):
+    token_bytes = sum(2 * s.heads * s.head_dim for s in fw.load_model(small_model("llama")).kv_shapes) * 4
     options = {"dtype": "fp32", "kv_cache": CACHES["paged"], "max_context": 60, "kv_budget": f"{token_bytes * 100}B"}
-    recorded, python = (fw.LLM(made("llama"), replay=on, **options) for on in (True, False))
+    recorded, python = (fw.LLM(small_model("llama"), replay=on, **options) for on in (True, False))
     asked = prompts(12)
     for llm in (recorded, python):
         for number, prompt in enumerate(asked):
@@ -110,17 +95,17 @@ def test_sequences_come_and_go_and_make_room(made):
 
 
 @pytest.mark.parametrize("cache", CACHES)
-def test_guesses_are_recorded_too(made, cache):
-    options = {"dtype": "bf16", "kv_cache": CACHES[cache], "speculate": 3, "draft": str(made("llama"))}
-    recorded, python = (fw.LLM(made("llama"), replay=on, **options) for on in (True, False))
+def test_guesses_are_recorded_too(small_model, cache):
+    options = {"dtype": "bf16", "kv_cache": CACHES[cache], "speculate": 3, "draft": str(small_model("llama"))}
+    recorded, python = (fw.LLM(small_model("llama"), replay=on, **options) for on in (True, False))
     for count in (1, 2):
         assert same(answers(recorded, count, max_tokens=60), answers(python, count, max_tokens=60))
     assert recorded.engine.runner.steady.repeated > 10
     assert recorded.engine.guesser.runner.steady.repeated > 20 and python.engine.guesser.runner.steady is None
 
 
-def test_hooks_are_called(made):
-    llm = fw.LLM(made("llama"), dtype="bf16")
+def test_hooks_are_called(small_model):
+    llm = fw.LLM(small_model("llama"), dtype="bf16")
     answers(llm, 1)
     steady = llm.engine.runner.steady
     before = steady.repeated
@@ -146,10 +131,10 @@ class Counts(nn.Module):
         return self.norm(x) * (1 + self.times / 7)
 
 
-def test_a_model_that_differs_each_time_is_left_to_python(made):
+def test_a_model_that_differs_each_time_is_left_to_python(small_model):
     found = []
     for replay in (True, False):
-        llm = fw.LLM(made("llama"), dtype="fp32", replay=replay)
+        llm = fw.LLM(small_model("llama"), dtype="fp32", replay=replay)
         llm.model.norm = Counts(llm.model.norm)
         if replay:
             with pytest.warns(UserWarning, match="Llama computes otherwise each time"):
@@ -185,20 +170,20 @@ class Keeps(Counts):
 @pytest.mark.parametrize(
     "kind, why", [(Draws, "rand.*may differ"), (Looks, "may differ"), (Knows, "may differ|neither"), (Keeps, "neither among its inputs")]
 )
-def test_what_cannot_be_recorded(made, kind, why):
-    expected = answers(fw.LLM(made("llama"), dtype="bf16", replay=False), 2)
-    llm = fw.LLM(made("llama"), dtype="bf16")
+def test_what_cannot_be_recorded(small_model, kind, why):
+    expected = answers(fw.LLM(small_model("llama"), dtype="bf16", replay=False), 2)
+    llm = fw.LLM(small_model("llama"), dtype="bf16")
     llm.model.norm = kind(llm.model.norm)
     assert same(answers(llm, 2), expected)
     steady = llm.engine.runner.steady
     assert steady.repeated == 0 and re.search(why, steady.refused)
 
 
-def test_caches_whose_memory_moves(made, monkeypatch):
+def test_caches_whose_memory_moves(small_model, monkeypatch):
     for cache, operators in ((CACHES["paged"], True), ({"name": "contiguous"}, False)):
         with monkeypatch.context() as patched:
             if operators:
                 patched.setattr(in_blocks, "available", lambda *_: False)
-            llm = fw.LLM(made("llama"), dtype="fp32", kv_cache=cache)
-            assert same(answers(llm, 2), answers(fw.LLM(made("llama"), dtype="fp32", kv_cache=cache, replay=False), 2))
+            llm = fw.LLM(small_model("llama"), dtype="fp32", kv_cache=cache)
+            assert same(answers(llm, 2), answers(fw.LLM(small_model("llama"), dtype="fp32", kv_cache=cache, replay=False), 2))
             assert llm.engine.runner.steady.refused.endswith("has no places that stay")

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import gc
 import json
+import mmap
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
 
 import fw
-import tokens
 from conftest import fw as command
 from fw.config import Config, overridden
 from fw.errors import UserError
 from fw.inference.cached import Piece
+from fw.inference.divided import Several
 from fw.inference.prepare import prepare
 from fw.inference.sampling import gathered
-from fw.kernels import linear
+from fw.kernels import linear, meeting
+from fw.kernels.meeting import Meeting
 from fw.kernels.room import Room
 from fw.kinds.kv_cache import Stretch
 from fw.meter.allocations import allocations
@@ -25,23 +28,8 @@ from fw.meter.document import MemoryDocument
 from fw.meter.step_memory import RULES
 from fw.planning.generation import plan_generation
 from fw.recipe.inference import resolve_inference
-from models.architectures import VOCABULARY, save
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory):
-    found = {}
-
-    def make(case: str):
-        if case not in found:
-            found[case] = tmp_path_factory.mktemp(case)
-            save(case, found[case])
-            tokens.save(found[case], VOCABULARY)
-        return found[case]
-
-    return make
 
 
 def recipe(*overrides: str):
@@ -57,11 +45,11 @@ def most(history, files: frozenset[int] = frozenset()) -> int:
     return highest
 
 
-def measured(directory, chosen) -> tuple[int, int]:
+def measured(directory, chosen, ranks=None) -> tuple[int, int]:
     """At most while it is loaded, and in a step of as many tokens as there may be, at the end of the context."""
     gc.collect()
     with allocations(CPU, RULES) as loading:
-        prepared = prepare(directory, chosen, None, print)
+        prepared = prepare(directory, chosen, None, print, ranks=ranks)
     own, options = prepared.own, chosen.inference
     length = options.step_tokens // options.max_sequences
     length = min(length, own.context)
@@ -101,22 +89,37 @@ def watched(monkeypatch):
     ],
     ids=" ".join,
 )
-def test_every_byte(made, case, options, watched):
+def test_every_byte(small_model, case, options, watched):
     chosen = recipe("inference.step_tokens=64", *options)
-    planned = plan_generation(made(case), chosen)
-    load, step = measured(made(case), chosen)
+    planned = plan_generation(small_model(case), chosen)
+    load, step = measured(small_model(case), chosen)
     assert besides(planned) == step
     assert planned.largest.phases["load"].allocated_peak == load
 
 
-def test_experts(made, watched):
+@pytest.mark.skipif(not meeting.available(), reason="no compiler")
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("case", ["llama", "llama-mha-tied", "gemma2", "gpt2", "qwen3"])
+def test_every_byte_of_several_ranks(small_model, case, dtype, watched):
+    chosen = recipe("inference.step_tokens=64", f"inference.dtype={dtype}", "inference.tensor=2")
+    planned = plan_generation(small_model(case), chosen)
+    assert planned.world_size == 2
+    for rank in planned.per_rank:
+        met = Meeting(mmap.mmap(-1, meeting.memory_bytes(2)), rank.rank, 2)
+        met.end()  # sums are nobody's, and take as much
+        load, step = measured(small_model(case), chosen, Several(rank.rank, 2, "inference.tensor", met))
+        one = replace(planned, per_rank=[rank])
+        assert (one.largest.phases["load"].allocated_peak, besides(one)) == (load, step), rank.rank
+
+
+def test_experts(small_model, watched):
     """In fp32; products of bfloat16 take scratch memory of oneDNN's where an expert has few tokens."""
     chosen = recipe("inference.step_tokens=64", "inference.dtype=fp32")
-    planned = plan_generation(made("mixtral"), chosen)
-    assert (planned.largest.phases["load"].allocated_peak, besides(planned)) == measured(made("mixtral"), chosen)
+    planned = plan_generation(small_model("mixtral"), chosen)
+    assert (planned.largest.phases["load"].allocated_peak, besides(planned)) == measured(small_model("mixtral"), chosen)
 
 
-def test_weights_in_fewer_bits_in_files_and_of_a_draft(made):
+def test_weights_in_fewer_bits_in_files_and_of_a_draft(small_model):
     """Against the sizes of what a loaded model has."""
 
     def kept(llm) -> int:
@@ -126,52 +129,52 @@ def test_weights_in_fewer_bits_in_files_and_of_a_draft(made):
 
     for options in (["quantization=w8a16", "quantization.group_size=16"], ["offload.params=nvme"], ["inference.dtype=fp32"]):
         chosen = recipe("inference.dtype=bf16", "inference.replay=false", *options)
-        parts = plan_generation(made("llama"), chosen).largest.at_peak
-        llm = fw.LLM.of(made("llama"), chosen)
+        parts = plan_generation(small_model("llama"), chosen).largest.at_peak
+        llm = fw.LLM.of(small_model("llama"), chosen)
         if not any(isinstance(module, linear.PackedLinear) and not llm.model.in_files for module in llm.model.modules()):
             assert parts["parameters"] + parts.get("buffers", 0) == kept(llm)
-    alone = plan_generation(made("llama"), recipe()).largest.at_peak
-    both = plan_generation(made("llama"), recipe(f"inference.draft={made('llama')}", "inference.speculate=2")).largest.at_peak
+    alone = plan_generation(small_model("llama"), recipe()).largest.at_peak
+    both = plan_generation(small_model("llama"), recipe(f"inference.draft={small_model('llama')}", "inference.speculate=2")).largest.at_peak
     assert both["parameters"] == 2 * alone["parameters"] and both["kv"] == 2 * alone["kv"]
 
 
-def test_a_configuration_is_enough(made, tmp_path):
-    shutil.copy(made("llama") / "config.json", tmp_path)
-    assert plan_generation(tmp_path, recipe()).largest.at_peak == plan_generation(made("llama"), recipe()).largest.at_peak
+def test_a_configuration_is_enough(small_model, tmp_path):
+    shutil.copy(small_model("llama") / "config.json", tmp_path)
+    assert plan_generation(tmp_path, recipe()).largest.at_peak == plan_generation(small_model("llama"), recipe()).largest.at_peak
 
 
-def test_a_budget_is_divided(made):
+def test_a_budget_is_divided(small_model):
     """Keys and values get what weights and a step leave; what generates then is what was planned."""
-    free = plan_generation(made("llama"), recipe())
+    free = plan_generation(small_model("llama"), recipe())
     whole, parts = free.largest.taken, free.largest.at_peak
     token = free.generation.token_bytes
     assert token == 2 * 3 * 2 * 12 * 4, "both, of 3 blocks, 2 heads of 12 numbers of 4 bytes"
     budget = whole - parts["kv"] // 2
-    planned = plan_generation(made("llama"), recipe(f"inference.budget={budget}B"))
+    planned = plan_generation(small_model("llama"), recipe(f"inference.budget={budget}B"))
     assert planned.fits and budget - 16 * token <= planned.largest.taken <= budget
     assert planned.generation.largest_sequences == 2 and planned.generation.largest_context == 128
-    llm = fw.LLM(made("llama"), dtype="fp32", device="cpu", max_sequences=4, budget=f"{budget}B")
+    llm = fw.LLM(small_model("llama"), dtype="fp32", device="cpu", max_sequences=4, budget=f"{budget}B")
     assert llm.kv_budget_bytes == planned.largest.at_peak["kv"]
     assert len(llm.generate(["abc"] * 9, max_tokens=100, temperature=0, ignore_eos=True)) == 9
     with pytest.raises(UserError, match=r"inference\.budget: 100KiB is too small: weights and a step take [\d.]+ .*raise it"):
-        fw.LLM(made("llama"), budget="100KiB")
+        fw.LLM(small_model("llama"), budget="100KiB")
     with pytest.raises(UserError, match=r"inference\.budget: 1MiB is too small: .* of inference\.kv_budget, 1MiB"):
-        fw.LLM(made("llama"), budget="1MiB", kv_budget="1MiB")
+        fw.LLM(small_model("llama"), budget="1MiB", kv_budget="1MiB")
 
 
-def test_the_command(made):
-    told = command("plan", made("llama"), "inference.max_sequences=4", "inference.budget=100MiB", "inference.device=cpu").ok().out
+def test_the_command(small_model):
+    told = command("plan", small_model("llama"), "inference.max_sequences=4", "inference.budget=100MiB", "inference.device=cpu").ok().out
     assert "keys and values: 576 B for each token" in told and "wanted are 4 sequences of 256 tokens" in told
     assert "the budget has room for 4 sequences of 256 tokens, or" in told
-    raw = json.loads(command("plan", made("llama"), "inference.max_sequences=4", "--json", "--device", "cpu").ok().out)
+    raw = json.loads(command("plan", small_model("llama"), "inference.max_sequences=4", "--json", "--device", "cpu").ok().out)
     document = MemoryDocument.from_json(raw)
     assert document.generation.sequences == 4 and document.largest.at_peak["kv"] == 4 * 256 * 576 and document.as_json() == raw
-    assert command("plan", made("llama"), "inference.budget=1KiB", "--strict", "--device", "cpu").code == 3
+    assert command("plan", small_model("llama"), "inference.budget=1KiB", "--strict", "--device", "cpu").code == 3
     for words, why in (
         (["--fit"], "--fit: is for training runs"),
         (["--device", "h100"], "--device: h100: what generating takes is planned for the CPU so far"),
         (["train.max_steps=3"], "train"),
     ):
-        found = command("plan", made("llama"), *words)
+        found = command("plan", small_model("llama"), *words)
         assert found.code == 2 and why in found.err
     assert command("plan", "org/none-such").code == 2

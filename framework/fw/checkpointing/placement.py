@@ -5,12 +5,14 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from fw.kinds.checkpoint import Kept, Piece
 from fw.kinds.model import CausalLM, Give, Init
 
 Slices = tuple[slice, ...]
@@ -19,8 +21,29 @@ _CHUNK = 1 << 16
 """Elements drawn from one generator. Part of what a seed means: changing it changes every initial weight."""
 
 
-def local_part(tensor: Tensor) -> tuple[Tensor, Slices]:
+@dataclass(frozen=True)
+class Cut(Kept):
+    """A tensor of which there is only a part here.
+
+    Attributes:
+        local: the part.
+        where: it stands in the whole.
+    """
+
+    local: Tensor
+    where: Slices
+    shape: torch.Size
+    dtype: torch.dtype
+
+    def piece(self) -> Piece:
+        """The part."""
+        return Piece(self.where, lambda: self.local)
+
+
+def local_part(tensor: Tensor | Cut) -> tuple[Tensor, Slices]:
     """The bytes this rank keeps of ``tensor`` and where they stand in the whole; writing to them writes to ``tensor``."""
+    if isinstance(tensor, Cut):
+        return tensor.local, tensor.where
     if not isinstance(tensor, DTensor):
         return tensor, tuple(slice(0, size) for size in tensor.shape)
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)

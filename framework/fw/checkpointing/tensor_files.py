@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,16 +15,19 @@ from torch import Tensor
 from tqdm import tqdm
 
 from fw.checkpointing.pages import leave
-from fw.checkpointing.placement import local_part
+from fw.checkpointing.placement import Cut, local_part
 from fw.checkpointing.ranges import RangeFile
 from fw.checkpointing.stream import DTYPES
 from fw.errors import UserError
-from fw.kinds.checkpoint import Part, adapter_parts, parts
-from fw.kinds.model import CausalLM, Give, HFTensor, Quantized
+from fw.kinds.checkpoint import Kept, Part, adapter_parts, parts
+from fw.kinds.model import CausalLM, HFTensor, Quantized
 from fw.place import Place, place
 
 ADAPTER = "adapter_model"
 """Stem of an adapter's files."""
+
+Fill = Callable[[Mapping[str, Tensor] | Mapping[str, Tensor | Kept]], None]
+"""Gives tensors their values."""
 
 _DTYPE_OF = {name: dtype for dtype, name in DTYPES.items()}
 
@@ -79,7 +82,7 @@ class TensorFiles:
     @torch.no_grad()
     def fill(self, name: str, part: Part) -> None:
         """Copy into what this rank keeps of ``part``, in its dtype."""
-        assert isinstance(part.tensor, Tensor)
+        assert isinstance(part.tensor, Tensor | Cut)
         local, kept = local_part(part.tensor)
         region = part.region
         both = [slice(max(k.start, r.start), min(k.stop, r.stop)) for k, r in zip(kept, region, strict=True)]
@@ -115,7 +118,7 @@ class Filling:
     model: CausalLM
     names: Mapping[str, str]
 
-    def __call__(self, tensors: Mapping[str, Tensor]) -> None:
+    def __call__(self, tensors: Mapping[str, Tensor] | Mapping[str, Tensor | Kept]) -> None:
         """Those given."""
         for name, part in tqdm(parts(self.model, tensors).items(), "loading weights", unit="tensor", leave=False, disable=None, delay=1):
             self.files.fill(self.names[name], part)
@@ -173,7 +176,7 @@ def _differences(
     return [f"{what}: {_some(found)}" for what, found in lists if found] + _few(shapes)
 
 
-def adapter_for(files: TensorFiles, model: CausalLM) -> Give:
+def adapter_for(files: TensorFiles, model: CausalLM) -> Fill:
     """Check once that the files are all of the model's adapters and nothing else; what is returned fills those of the tensors it is given.
 
     peft keeps the weight of an embedding beside its change; such a one is taken too.
@@ -194,7 +197,7 @@ def adapter_for(files: TensorFiles, model: CausalLM) -> Give:
     if problems := _differences(files, names, expected, set(names) - set(expected), "adapters"):
         raise UserError(f"the adapters in {files.directory} do not fit the model's: {'; '.join(problems)}")
 
-    def give(tensors: Mapping[str, Tensor]) -> None:
+    def give(tensors: Mapping[str, Tensor] | Mapping[str, Tensor | Kept]) -> None:
         for name, part in adapter_parts(adapters, tensors).items():
             files.fill(names[name], part)
 

@@ -20,11 +20,15 @@ class InferenceSection:
     and activations become 8 bits for each token as well, which is fastest and loses more. `auto`: as they are."""
     device: str = "auto"
     """That the model computes on: cpu, cuda, cuda:1; `auto` for a GPU where there is one."""
+    tensor: int = 1
+    """Ranks on this host that divide every layer between them, a GPU each; on the CPU processes that share the cores, one for each
+    socket's memory. Weights, keys and values of a rank are its part: as many times less."""
     kv_budget: str = ""
-    """Most that keys and values may take, like 2GiB. Memory follows use up to it. Empty for what max_sequences sequences of the whole
-    context take, but no more than 0.4 of free memory."""
+    """Most that keys and values of a rank may take, like 2GiB. Memory follows use up to it. Empty for what max_sequences sequences of the
+    whole context take, but no more than 0.4 of free memory."""
     budget: str = ""
-    """Most that weights, a step, keys and values may take together, like 8GiB: what is left is for keys and values. Empty for no bound."""
+    """Most that weights, a step, keys and values of a rank may take together, like 8GiB: what is left is for keys and values. Empty for no
+    bound."""
     max_context: int | None = None
     """Most tokens of a sequence, prompt and answer; empty for the model's own. One that kv_budget does not hold is shortened, which is
     said."""
@@ -47,7 +51,7 @@ class InferenceSection:
     """Of these, most that one prompt may take, so that a long one does not keep short ones waiting; empty for half."""
 
     def __post_init__(self) -> None:
-        for name in ("max_context", "max_sequences", "step_tokens", "prompt_tokens"):
+        for name in ("max_context", "max_sequences", "step_tokens", "prompt_tokens", "tensor"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UserError(f"inference.{name}: {value} is too small; the least is 1")

@@ -42,10 +42,17 @@ class Adapters:
 
     Args:
         read: gives the changes of a directory.
+        told: hears of each one that is loaded, and of its directory.
     """
 
-    def __init__(self, model: CausalLM, device: torch.device, read: Callable[[str], Mapping[str, LowRankChange]]) -> None:
-        self._model, self._device, self._read = model, device, read
+    def __init__(
+        self,
+        model: CausalLM,
+        device: torch.device,
+        read: Callable[[str], Mapping[str, LowRankChange]],
+        told: Callable[[Adapter, str], None] = lambda adapter, directory: None,
+    ) -> None:
+        self._model, self._device, self._read, self._told = model, device, read, told
         self._loaded: dict[str, Adapter] = {}
         self._numbers = count(1)
         self._hooked: set[str] = set()
@@ -69,11 +76,22 @@ class Adapters:
         """
         if name in self._loaded:
             raise UserError(f"an adapter '{name}' is loaded already; drop it first, or give another name")
+        made = self.read(name, directory, next(self._numbers))
+        self._told(made, directory)
+        self._loaded[name] = made
+
+    def read(self, name: str, directory: str, number: int) -> Adapter:
+        """One that nobody finds by its name.
+
+        Raises:
+            UserError: there is none that fits.
+        """
         changes = {layer: self._made(change) for layer, change in self._read(directory).items()}
         for layer in changes.keys() - self._hooked:
-            self._model.get_submodule(layer).register_forward_hook(partial(self._add, layer))
+            # Before whatever else comes after the layer, as the sum over ranks of which this is a part.
+            self._model.get_submodule(layer).register_forward_hook(partial(self._add, layer), prepend=True)
             self._hooked.add(layer)
-        self._loaded[name] = Adapter(name, next(self._numbers), changes)
+        return Adapter(name, number, changes)
 
     def drop(self, name: str) -> None:
         """No request may ask for it any more.

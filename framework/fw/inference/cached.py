@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fw.errors import UserError
 from fw.inference.adapters import Adapter, Adapters
+from fw.inference.divided import Ranks
 from fw.inference.steady import SteadySteps
 from fw.kernels.linear import PlainLinear, available, layer_of, takes
 from fw.kinds.attention import AttentionPlugin, Pattern
@@ -67,15 +68,26 @@ class Runner:
 
     Args:
         replay: what can be recorded is, and made again without Python.
+        ranks: that divide the model's layers, and have been joined.
 
     Raises:
         UserError: the model computes attention by itself.
     """
 
-    def __init__(self, model: CausalLM, cache: KVCache, device: torch.device, adapters: Adapters, replay: bool = True) -> None:
+    def __init__(
+        self,
+        model: CausalLM,
+        cache: KVCache,
+        device: torch.device,
+        adapters: Adapters,
+        replay: bool = True,
+        ranks: Ranks | None = None,
+    ) -> None:
         self._model, self._cache, self._device, self._adapters = model, cache, device, adapters
         self._tied: tuple[Tensor, PlainLinear | None] | None = None
-        self.steady = SteadySteps(self._logits, cache, model, lambda: adapters.hooks) if device.type == "cpu" and replay else None
+        self._ranks = ranks or Ranks()
+        recorded = device.type == "cpu" and replay and self._ranks.repeatable
+        self.steady = SteadySteps(self._logits, cache, model, lambda: adapters.hooks + self._ranks.hooks) if recorded else None
         for number, block in enumerate(model.blocks):
             found = [module for module in block.modules() if isinstance(getattr(module, "attention", None), ThroughCache)]
             if len(found) != 1:
@@ -92,10 +104,13 @@ class Runner:
         tied = self._tied[1]
         return head if tied is None else lambda x_D: head.capped(tied(x_D))
 
-    @torch.inference_mode()
     def run(self, pieces: Sequence[Piece]) -> list[Tensor]:
         """Logits ``[wanted, V]`` of each, in fp32, which are there until the next step. Keys and values of all tokens are in the cache
         afterwards."""
+        with torch.inference_mode(), self._ranks.step(pieces):
+            return self._run(pieces)
+
+    def _run(self, pieces: Sequence[Piece]) -> list[Tensor]:
         self._adapters.serve([piece.adapter for piece in pieces for _ in piece.tokens])
         plain = all(piece.adapter is None for piece in pieces)
         if plain and self.steady is not None and (logits_RV := self.steady.run(pieces)) is not None:
@@ -114,7 +129,10 @@ class Runner:
 
     def _logits(self, ids_1T: Tensor, positions_1T: Tensor, wanted_R: Tensor) -> Tensor:
         def readout(x_1TD: Tensor, head: Head, auxiliary: Tensor | None) -> Tensor:
-            return self._through(head)(x_1TD[0, wanted_R]).float() if len(wanted_R) else x_1TD.new_empty(0, 0)
+            if not len(wanted_R):
+                return x_1TD.new_empty(0, 0)
+            logits_RV = self._through(head)(x_1TD[0, wanted_R]).float()
+            return self._ranks.whole_logits(logits_RV, self._model.vocab_size)
 
         logits_RV: Tensor = self._model(ids_1T, positions_BL=positions_1T, readout=readout)
         return logits_RV

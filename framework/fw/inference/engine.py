@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import count
 
@@ -21,7 +21,6 @@ from fw.inference.sequence import Answer, FinishReason, Logprobs, Request
 from fw.inference.speculation import Guesser
 from fw.inference.structure import Structure
 from fw.inference.text import AnswerText
-from fw.kernels.threads import alone
 from fw.kinds.kv_cache import KVCache, Stretch
 from fw.tokenizer import Tokenizer
 
@@ -132,7 +131,7 @@ class Engine:
         reads: what a step reads, for :attr:`read_bytes`, their sum so far.
         adapters: that requests may ask for.
         guesser: of what comes next; None where nobody guesses.
-        own_threads: the model's work is done by kernels of fw's own, so torch's threads rest meanwhile.
+        threads: is entered for each step: how many threads there are meanwhile.
     """
 
     def __init__(
@@ -147,7 +146,7 @@ class Engine:
         reads: Reads,
         adapters: Adapters,
         guesser: Guesser | None = None,
-        own_threads: bool = False,
+        threads: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self.runner, self._options, self._tokenizer = runner, options, tokenizer
         self.context, self._vocab_size, self._ends = context, vocab_size, ends
@@ -155,7 +154,7 @@ class Engine:
         self._structure = Structure(tokenizer, vocab_size, ends)
         self.reads, self.read_bytes = reads, 0
         self.guesses, self.right_guesses = 0, 0
-        self.adapters, self.guesser, self._own_threads = adapters, guesser, own_threads
+        self.adapters, self.guesser, self._threads = adapters, guesser, threads
         self._requests: dict[str, Request] = {}
         self._texts: dict[int, AnswerText] = {}
         self._arrivals, self._numbers = count(), count()
@@ -212,7 +211,7 @@ class Engine:
 
     def step(self) -> tuple[list[Delta], list[Result]]:
         """Compute what there is room for; what came of it, and which requests have ended."""
-        with alone() if self._own_threads else nullcontext():
+        with self._threads():
             return self._step()
 
     def _step(self) -> tuple[list[Delta], list[Result]]:

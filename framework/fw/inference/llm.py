@@ -66,7 +66,7 @@ class LLM:
     def _begin(self, path: str | Path, recipe: InferenceRecipe, adapter: str | Path | None) -> None:
         loaded = load(path, recipe, adapter)
         self.engine, self.tokenizer, self.model, self.defaults = loaded.engine, loaded.tokenizer, loaded.model, loaded.defaults
-        self.kv_budget_bytes, self.device = loaded.kv_budget_bytes, loaded.device
+        self.kv_budget_bytes, self.device, self.ranks = loaded.kv_budget_bytes, loaded.device, loaded.ranks
         self._keys = count()
         self._background: Background | None = None
 
@@ -230,10 +230,12 @@ class LLM:
         raise AssertionError("a stream ends with its result")
 
     def close(self) -> None:
-        """End what :meth:`astream` began; the model can be used as before."""
+        """End what :meth:`astream` began, and other ranks; without these the model can be used as before."""
         if self._background is not None:
             self._background.close()
             self._background = None
+        if self.ranks is not None:
+            self.ranks.close()
 
     def _alone(self) -> None:
         if self._background is not None:

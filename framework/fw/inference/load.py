@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +18,12 @@ from fw.inference.draft import DraftModel
 from fw.inference.engine import Engine, Reads
 from fw.inference.options import Sampling
 from fw.inference.packing import bring_ahead
-from fw.inference.prepare import Prepared, base_of, prepare
+from fw.inference.prepare import OverCache, Prepared, base_of, device_of, prepare
+from fw.inference.ranks import First
 from fw.inference.speculation import Guesser, PromptLookup
+from fw.kernels.build import with_threads
 from fw.kernels.linear import PackedLinear
+from fw.kernels.threads import alone
 from fw.kinds.model import CausalLM
 from fw.locate import ADAPTER_CONFIG, inside
 from fw.recipe.inference import InferenceRecipe
@@ -32,6 +37,7 @@ class Loaded:
     """A model that is ready.
 
     Attributes:
+        ranks: that have parts of it, to be closed; None where nobody else has.
         defaults: how tokens are chosen where a request does not say; ``generation_config.json``'s, where there is one.
     """
 
@@ -41,6 +47,7 @@ class Loaded:
     defaults: Sampling
     kv_budget_bytes: int
     device: torch.device
+    ranks: First | None = None
 
 
 def load(path: str | Path, recipe: InferenceRecipe, adapter: str | Path | None = None, say: Callable[[str], None] = print) -> Loaded:
@@ -57,26 +64,47 @@ def load(path: str | Path, recipe: InferenceRecipe, adapter: str | Path | None =
     tokenizer = _tokenizer(path, base_of(path))
     if options.draft:
         _check_tokens(options.draft, tokenizer)
-    prepared = prepare(path, recipe, adapter, say)
+    if options.tensor == 1:
+        return _loaded(prepare(path, recipe, adapter, say), recipe, tokenizer)
+    ranks = First(path, recipe, adapter, device_of(options.device))
+    try:
+        return _loaded(prepare(path, recipe, adapter, say, ranks=ranks), recipe, tokenizer, ranks)
+    except BaseException:
+        ranks.close()
+        raise
+
+
+def _loaded(prepared: Prepared, recipe: InferenceRecipe, tokenizer: Tokenizer, ranks: First | None = None) -> Loaded:
     own = prepared.own
     generation = _generation(prepared.base)
     bring_ahead(own.model)
     trim()  # plain weights have been replaced by packed ones
     engine = Engine(
         own.runner,
-        own.cache,
-        options,
+        own.cache if ranks is None else ranks.mirrored(own.cache),
+        recipe.inference,
         tokenizer,
         own.context,
         own.model.vocab_size,
         _ends(prepared.config, generation, tokenizer),
-        Reads(_read_by_each_step(own.model), own.token_bytes),
+        _reads(own, 1 if ranks is None else ranks.ranks),
         own.adapters,
         _guesser(prepared, recipe),
-        prepared.own_threads,
+        partial(_threads, prepared.own_threads, None if ranks is None else ranks.threads),
     )
     chosen = {name: generation[name] for name in _CHOICE if generation.get(name) is not None} if generation.get("do_sample") else {}
-    return Loaded(engine, tokenizer, own.model, Sampling(**chosen), prepared.kv_budget, prepared.device)
+    return Loaded(engine, tokenizer, own.model, Sampling(**chosen), prepared.kv_budget, prepared.device, ranks)
+
+
+@contextmanager
+def _threads(own: bool, several: int | None) -> Iterator[None]:
+    """For a step: torch's rest where kernels of fw's own do the work; of several ranks each has so many."""
+    with ExitStack() as stack:
+        if several is not None:
+            stack.enter_context(with_threads(several))
+        if own or several is not None:
+            stack.enter_context(alone(1 if own else several or 1))
+        yield
 
 
 def _guesser(prepared: Prepared, recipe: InferenceRecipe) -> Guesser | None:
@@ -96,6 +124,11 @@ def _check_tokens(draft: str, tokenizer: Tokenizer) -> None:
         raise UserError(
             f"inference.draft: {draft} has other tokens than the model, so its guesses mean nothing; give one of the same tokenizer"
         )
+
+
+def _reads(own: OverCache, ranks: int) -> Reads:
+    """Of all ranks, which are as large."""
+    return Reads(ranks * _read_by_each_step(own.model), ranks * own.token_bytes)
 
 
 def _read_by_each_step(model: CausalLM) -> int:

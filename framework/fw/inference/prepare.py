@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from fw.config import format_size, parse_size
 from fw.errors import UserError
 from fw.inference.adapters import Adapters
 from fw.inference.cached import Runner, ThroughCache
+from fw.inference.divided import Ranks
 from fw.inference.packing import pack
 from fw.kinds.kv_cache import KVCache, KVNeeds
 from fw.kinds.model import CausalLM
@@ -22,7 +23,7 @@ from fw.meter.memory import available_bytes
 from fw.place import place
 from fw.pretrained import load_model
 from fw.pretrained.directory import read_adapter_config, read_config
-from fw.pretrained.low_rank import read_low_rank
+from fw.pretrained.low_rank import LowRankChange, read_low_rank
 from fw.recipe.inference import InferenceRecipe
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -74,6 +75,7 @@ def prepare(
     say: Callable[[str], None],
     read: Callable[..., CausalLM] = load_model,
     free: Callable[[torch.device], float] = available_bytes,
+    ranks: Ranks | None = None,
 ) -> Prepared:
     """Read weights, and make room for keys and values.
 
@@ -82,33 +84,44 @@ def prepare(
         say: is told what was changed of what was asked for.
         read: gives the model of a directory, as :func:`fw.pretrained.load_model` does.
         free: bytes of a device that can be had.
+        ranks: that divide the model's layers; None where this process has all of them.
 
     Raises:
         UserError: there is no such model, or it cannot generate so.
     """
     options = recipe.inference
-    device = _device(options.device)
+    ranks = ranks or Ranks()
+    device = device_of(options.device, ranks.rank)
     base = base_of(path)
     config = read_config(place(base))
     dtype = _dtype(options.dtype, config)
-    model = read(path, dtype, device, ThroughCache(), adapter=adapter, quantization=recipe.quantization, offload=_offload(recipe, device))
+    said = {"adapter": adapter, "quantization": recipe.quantization, "offload": _offload(recipe, device, ranks)}
+    model = read(path, dtype, device, ThroughCache(), **said, division=ranks.division)
     if model.adapters is not None and getattr(model, "prompt_embeddings", None) is not None:
         raise UserError(f"{adapter or path} is an adapter of virtual tokens (peft=prompt), which generation does not put before prompts")
     models = [model, *([_draft(options.draft, dtype, device, read)] if options.draft else [])]
     context = _context(model, options.max_context)
     plugin = recipe.kv_cache
-    token_bytes = [plugin.token_bytes(each.kv_shapes, dtype) for each in models]
+    divided = [ranks, *(Ranks() for _ in models[1:])]  # a draft is the first one's
+    shapes = [between.kv_shapes(each) for each, between in zip(models, divided, strict=True)]
+    token_bytes = [plugin.token_bytes(these, dtype) for these in shapes]
     kept = plugin.kept_tokens(context, options.prompt_share)
-    budget = _budget(options.kv_budget, sum(token_bytes) * kept * options.max_sequences, device, free)
+    sharing = ranks.ranks if device.type == "cpu" else 1
+    budget = _budget(options.kv_budget, sum(token_bytes) * kept * options.max_sequences, device, lambda of: free(of) / sharing)
     replaced = [pack(each, options.weights) for each in models]  # before there are caches: meanwhile a weight is there twice
+    ranks.join(model)
     made: list[OverCache] = []
-    for each, bytes_of in zip(models, token_bytes, strict=True):
+
+    def changes(directory: str) -> Mapping[str, LowRankChange]:
+        return ranks.low_rank(read_low_rank(base, directory, ThroughCache(), dtype))
+
+    for each, between, these, bytes_of in zip(models, divided, shapes, token_bytes, strict=True):
         longest = min(context, each.context)
         step_tokens = options.prompt_share + (options.speculate if made else 0)
-        share = int(budget * bytes_of / sum(token_bytes))
-        cache = plugin.make(KVNeeds(each.kv_shapes, dtype, device, share, longest, step_tokens))
-        adapters = Adapters(each, device, lambda directory: read_low_rank(base, directory, ThroughCache(), dtype))
-        runner = Runner(each, cache, device, adapters, options.replay)
+        share = between.agreed(int(budget * bytes_of / sum(token_bytes)))
+        cache = plugin.make(KVNeeds(these, dtype, device, share, longest, step_tokens))
+        adapters = Adapters(each, device, changes, ranks.loaded)
+        runner = Runner(each, cache, device, adapters, options.replay, between)
         made.append(OverCache(each, runner, cache, adapters, bytes_of, min(longest, cache.capacity)))
     own = made[0]
     if own.context < context:
@@ -140,20 +153,29 @@ def _draft(path: str, dtype: torch.dtype, device: torch.device, read: Callable[.
         raise UserError(f"inference.draft: {error}") from None
 
 
-def _device(wanted: str) -> torch.device:
+def device_of(wanted: str, rank: int = 0) -> torch.device:
+    """Of a rank, of what ``inference.device`` says.
+
+    Raises:
+        UserError: there is none.
+    """
     if wanted == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        wanted = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(wanted)
     except RuntimeError:
         raise UserError(f"inference.device: '{wanted}' is no device; there are cpu, cuda, cuda:1 and so on") from None
     if device.type == "cuda" and not torch.cuda.is_available():
         raise UserError("inference.device: no GPU is there; use cpu")
-    return device
+    return torch.device("cuda", (device.index or 0) + rank) if device.type == "cuda" and rank else device
 
 
-def _offload(recipe: InferenceRecipe, device: torch.device) -> OffloadPolicy:
+def _offload(recipe: InferenceRecipe, device: torch.device, ranks: Ranks) -> OffloadPolicy:
     policy = recipe.offload
+    if policy.params != "device" and ranks.ranks > 1:
+        raise UserError(
+            f"offload.params: {policy.params} leaves whole weights in files, and ranks have parts of them; set inference.tensor: 1"
+        )
     if policy.params == "cpu" and device.type == "cpu":
         raise UserError("offload.params: cpu is where the model computes; nvme leaves weights in their files")
     if policy.params != "device" and device.type != "cpu":

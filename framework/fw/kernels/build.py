@@ -10,8 +10,9 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 from fw.kernels.threads import of_torch
@@ -54,6 +55,22 @@ def library(*flags: str) -> ctypes.CDLL:
         raise NotCompiled(f"{made} cannot be loaded: {error}") from None
     found.fw_threads(ctypes.c_long(of_torch()))
     return found
+
+
+@contextmanager
+def with_threads(several: int) -> Iterator[None]:
+    """Meanwhile kernels have so many threads, in all of the process."""
+    try:
+        made = library()
+    except NotCompiled:
+        yield
+        return
+    before = made.fw_thread_count()
+    made.fw_threads(ctypes.c_long(several))
+    try:
+        yield
+    finally:
+        made.fw_threads(ctypes.c_long(before))
 
 
 def _compile(compiler: str, flags: Sequence[str], sources: Sequence[Path], made: Path) -> None:

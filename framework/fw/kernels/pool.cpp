@@ -11,35 +11,11 @@
 #include <cstdint>
 #include <mutex>
 #include <thread>
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
 
 namespace {
 
 constexpr auto LOOKOUT = std::chrono::microseconds(200);
 constexpr uint64_t CLOSED = 0xffffffff;
-
-inline void breathe() {
-#if defined(__x86_64__)
-    _mm_pause();
-#elif defined(__aarch64__)
-    asm volatile("yield");
-#endif
-}
-
-// Whether `here` came true within a moment.
-template <typename F>
-bool soon(F&& here) {
-    const auto end = std::chrono::steady_clock::now() + LOOKOUT;
-    do {
-        for (int i = 0; i < 32; i++) {
-            if (here()) return true;
-            breathe();
-        }
-    } while (std::chrono::steady_clock::now() < end);
-    return false;
-}
 
 struct Pool {
     std::mutex used;  // by one caller at a time
@@ -81,7 +57,7 @@ struct Pool {
         for (;;) {
             if (number < threads.load()) {
                 take();
-                if (soon([&] { return open(); })) continue;
+                if (pool::soon([&] { return open(); }, LOOKOUT)) continue;
             }
             std::unique_lock<std::mutex> lock(asleep);
             sleeping.fetch_add(1);
@@ -107,7 +83,7 @@ struct Pool {
         }
         take();
         auto all = [&] { return done.load() == pieces; };
-        if (soon(all)) return;
+        if (pool::soon(all, LOOKOUT)) return;
         std::unique_lock<std::mutex> lock(asleep);
         awaited.store(true);
         ready.wait(lock, all);

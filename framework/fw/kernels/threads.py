@@ -38,8 +38,8 @@ def _openmp() -> ctypes.CDLL | None:
 
 
 @contextmanager
-def alone() -> Iterator[None]:
-    """What torch does on the CPU in this thread of the program, it does by itself; other threads go on as they did.
+def alone(several: int = 1) -> Iterator[None]:
+    """What torch does on the CPU in this thread of the program, it does by itself, or in ``several`` threads; others go on as they did.
 
     ``torch.set_num_threads`` would do it for all of them, and begins a pool of threads anew each time.
     """
@@ -49,7 +49,7 @@ def alone() -> Iterator[None]:
         return
     threads, outer = openmp.omp_get_max_threads(), _before.threads
     _before.threads = of_torch()
-    openmp.omp_set_num_threads(1)
+    openmp.omp_set_num_threads(several)
     try:
         yield
     finally:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from fw.errors import UserError
 from fw.kinds.attention import AttentionPlugin
+from fw.kinds.tensor_plan import TensorPlan
 from fw.registry import Plugin
 
 if TYPE_CHECKING:
@@ -96,34 +97,6 @@ class KVShape:
     heads: int
     head_dim: int
     window: int | None = None
-
-
-@dataclass(frozen=True)
-class TensorPlan:
-    """How the layers of a model divide between ranks, by the names of modules and parameters; ``*`` stands for what is between dots.
-
-    Attributes:
-        split: parameters of which each rank keeps a part, and the dimension they are cut along. All others are kept whole, and each rank
-            sees a part of their gradient.
-        vocabulary: embeddings whose rows are cut.
-        whole_input: modules whose first argument ``[B, L, …]`` is gathered along the sequence.
-        partial_output: modules whose output (the first, of a tuple) is this rank's part of a sum: summed, and scattered along the sequence.
-        whole_output: modules whose output is gathered along the sequence.
-        repeated_output: modules whose output all ranks compute for the whole sequence, of which each takes its positions.
-        fused: linear layers that are several projections in one, and how many.
-        once: parameters that every rank adds to its part of a sum, where the sum wants them once.
-        sizes: what must be a multiple of the number of ranks, in words; ``attention heads`` among them.
-    """
-
-    split: Mapping[str, int]
-    vocabulary: frozenset[str] = frozenset()
-    whole_input: frozenset[str] = frozenset()
-    partial_output: frozenset[str] = frozenset()
-    whole_output: frozenset[str] = frozenset()
-    repeated_output: frozenset[str] = frozenset()
-    fused: Mapping[str, int] = field(default_factory=dict)
-    once: frozenset[str] = frozenset()
-    sizes: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

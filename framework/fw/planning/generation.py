@@ -21,11 +21,15 @@ from fw.checkpointing.tensor_files import weights_for
 from fw.config import format_size, parse_size
 from fw.errors import UserError
 from fw.inference.cached import Piece
+from fw.inference.collective import Group
+from fw.inference.divided import Ranks, Several
 from fw.inference.prepare import OverCache, Prepared, prepare
+from fw.inference.ranks import OPTION
 from fw.inference.sampling import gathered
-from fw.kernels import elementwise
+from fw.kernels import elementwise, meeting
 from fw.kernels.calls import Kernel
 from fw.kernels.linear import PackedLinear
+from fw.kernels.meeting import Meeting
 from fw.kernels.room import Room
 from fw.kinds.attention import AttentionPlugin
 from fw.kinds.kv_cache import KVCachePlugin, Stretch
@@ -39,6 +43,7 @@ from fw.meter.step_memory import BUFFERS, COMPONENT_OF, KV, RULES, WEIGHTS
 from fw.planning.around_steps import filling, highest, read_bytes
 from fw.planning.ledger import Ledger
 from fw.planning.plan import host_memory
+from fw.pretrained.division import Division
 from fw.pretrained.in_files import choose_in_files, left_out
 from fw.pretrained.load import structure
 from fw.recipe.inference import InferenceRecipe
@@ -94,13 +99,22 @@ def _with_room(recipe: InferenceRecipe, kv_bytes: int) -> InferenceRecipe:
 
 
 def _planned(path: str | Path, recipe: InferenceRecipe, adapter: str | Path | None) -> MemoryDocument:
+    """Of all ranks, of which those between the first, that gathers, and the last, that may have less, are alike."""
+    ranks = recipe.inference.tensor
+    found = {rank: _of_rank(path, recipe, adapter, rank) for rank in sorted({0, min(1, ranks - 1), ranks - 1})}
+    of_each = [found[rank if rank in found else 1].largest for rank in range(ranks)]
+    return replace(found[0], world_size=ranks, per_rank=[replace(of, rank=rank) for rank, of in enumerate(of_each)])
+
+
+def _of_rank(path: str | Path, recipe: InferenceRecipe, adapter: str | Path | None, number: int) -> MemoryDocument:
     if recipe.inference.device not in ("cpu", "auto") or (recipe.inference.device == "auto" and torch.cuda.is_available()):
         raise UserError("inference.device: what generating takes is planned for the CPU so far; set it to cpu")
     imported = held_bytes(_CPU) or 0
     with _without_kernels(), Ledger() as ledger:
         with ledger.recording(_CPU, RULES) as loading:
             reader = _Reader(ledger, loading)
-            prepared = prepare(path, recipe, adapter, lambda told: None, reader.read, lambda device: math.inf)
+            ranks = _ranks(number, recipe.inference.tensor)
+            prepared = prepare(path, recipe, adapter, lambda told: None, reader.read, lambda device: math.inf, ranks)
             for each in _models(prepared):
                 loading.name(WEIGHTS, _weights(each.model))
                 loading.name(BUFFERS, each.model.buffers())
@@ -120,10 +134,30 @@ def _planned(path: str | Path, recipe: InferenceRecipe, adapter: str | Path | No
     step = PhaseMemory(account.at_peak)
     peak = account.peak_bytes
     host = imported + max(peak, load.allocated_peak)
-    rank = RankMemory(0, peak, peak, peak, 0, host, "generate", account.at_peak, account.most, {"load": load, "generate": step})
-    budget = parse_size(recipe.inference.budget) if recipe.inference.budget else host_memory()
+    rank = RankMemory(number, peak, peak, peak, 0, host, "generate", account.at_peak, account.most, {"load": load, "generate": step})
+    budget = parse_size(recipe.inference.budget) if recipe.inference.budget else host_memory() // recipe.inference.tensor
     generation = _generation(prepared, recipe, peak - account.at_peak.get("kv", 0), budget)
     return MemoryDocument(str(path), "cpu", 1, budget, [rank], None, generation)
+
+
+def _ranks(number: int, ranks: int) -> Ranks:
+    """One of them, that meets nobody."""
+    if ranks == 1:
+        return Ranks()
+    return Several(number, ranks, OPTION, _Unmet(number, ranks) if meeting.available() else _UnmetGroup(number, ranks))
+
+
+class _Unmet(Meeting):
+    def __init__(self, rank: int, ranks: int) -> None:
+        self.rank, self.ranks, self._meeting = rank, ranks, 0
+
+
+class _UnmetGroup(Group):
+    def __init__(self, rank: int, ranks: int) -> None:
+        self._rank, self._ranks, self._on_gpus = rank, ranks, False
+
+    def _of_all(self, x: Tensor) -> list[Tensor]:
+        return [torch.empty_like(x) for _ in range(self._ranks)]
 
 
 def _weights(model: CausalLM) -> list[Tensor]:
@@ -202,6 +236,7 @@ class _Reader:
         adapter: str | Path | None = None,
         quantization: QuantizationPlugin | None = None,
         offload: OffloadPolicy | None = None,
+        division: Division | None = None,
     ) -> CausalLM:
         """With weights that stay in files, where some are to."""
         with _disable_current_modes():  # on the meta device nothing is to be faked
@@ -209,6 +244,8 @@ class _Reader:
             staying: dict[str, Tensor] = {}
             if offload is not None and offload.params == "nvme":
                 staying = choose_in_files(model, weights_for(weights_of(weights), model), offload)
+            if division is not None:
+                division.cut(model)
         staying = {name: self._ledger.in_a_file(tensor) for name, tensor in staying.items()}
         with left_out(model, staying):
             model.materialise(device)

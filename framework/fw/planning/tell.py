@@ -37,7 +37,10 @@ def table(document: MemoryDocument, *, planned: bool = False) -> str:
     if document.budget is not None:
         lines.append(f"{'budget':<16}{format_size(document.budget):>12}  {verdict(document)}")
     if document.generation is not None:
-        lines += [*([""] if lines[-1] else []), *generation(document.generation, document.largest.at_peak.get("kv", 0))]
+        lines += [
+            *([""] if lines[-1] else []),
+            *generation(document.generation, document.largest.at_peak.get("kv", 0), document.world_size),
+        ]
     if document.detail is not None and document.detail.findings:
         lines += ["", *(finding.sentence(document.world_size) for finding in document.detail.findings)]
     if document.time is not None:
@@ -45,10 +48,11 @@ def table(document: MemoryDocument, *, planned: bool = False) -> str:
     return "\n".join(lines)
 
 
-def generation(planned: Generation, kv_bytes: int) -> list[str]:
+def generation(planned: Generation, kv_bytes: int, ranks: int) -> list[str]:
     """What keys and values are of, and what would fit."""
+    each = " on each rank" if ranks > 1 else ""
     lines = [
-        f"keys and values: {format_size(round(planned.token_bytes))} for each token, {format_size(kv_bytes)} in all;"
+        f"keys and values: {format_size(round(planned.token_bytes))} for each token{each}, {format_size(kv_bytes)} in all;"
         f" wanted are {planned.sequences} sequences of {planned.context:,} tokens"
     ]
     if not planned.largest_context:

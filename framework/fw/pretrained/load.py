@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +28,7 @@ from fw.kinds.offload import OffloadPolicy
 from fw.kinds.quantization import QuantizationPlugin
 from fw.locate import ADAPTER_CONFIG, CONFIG, find, inside
 from fw.pretrained.directory import read_adapter_config
+from fw.pretrained.division import Division
 from fw.pretrained.in_files import choose_in_files, left_out
 from fw.pretrained.new_directory import new_directory
 from fw.pretrained.reading import peft_for
@@ -48,6 +49,7 @@ def load_model(
     adapter: str | Path | None = None,
     quantization: str | QuantizationPlugin | None = None,
     offload: OffloadPolicy | None = None,
+    division: Division | None = None,
 ) -> CausalLM:
     """The model of a directory in evaluation mode; ``model(ids)`` maps ids ``[B, L]`` to logits ``[B, L, V]``.
 
@@ -63,6 +65,7 @@ def load_model(
             hold are taken as they are. ``none`` makes weights of them; None leaves them as they are.
         adapter: directory of an adapter of the model at ``path``, of fw's or peft's; it stays beside the weights.
         offload: whose ``params`` of ``nvme`` leave weights in their files, mapped: as many as ``budget`` and ``modules`` say.
+        division: of layers between ranks; the model is this rank's part of it, which computes nothing right by itself.
 
     Raises:
         UserError: no such model, an architecture or a field that is not honoured, or weights that do not fit.
@@ -70,13 +73,23 @@ def load_model(
     made, weights, directory = structure(path, dtype, attention, model, adapter, quantization)
     filling = weights_for(weights_of(weights), made)
     staying = choose_in_files(made, filling, offload) if offload is not None and offload.params == "nvme" else {}
+    put = adapter_for(TensorFiles(directory, ADAPTER), made) if directory is not None else None
+    if division is not None:
+        division.cut(made)
     with left_out(made, staying):
         made.materialise(torch.device(device))
     made.in_files = staying
     tensors, added = made.stored(), made.adapters.added if made.adapters is not None else {}
-    quantizing(filling, made, filling.codes)({n: t for n, t in tensors.items() if n not in added and n not in staying})
-    if directory is not None:
-        adapter_for(TensorFiles(directory, ADAPTER), made)(tensors)
+    own = {n: t for n, t in tensors.items() if n not in added and n not in staying}
+    pieces: Callable[[Mapping[str, Tensor]], Iterable[Mapping[str, Any]]] = (lambda those: [those]) if division is None else division.pieces
+    fill = quantizing(filling, made, filling.codes)
+    for some in pieces(own):
+        fill(some)
+    if put is not None:
+        for some in pieces(tensors):
+            put(some)
+    if division is not None:
+        division.finish(made)
     return made.eval()
 
 

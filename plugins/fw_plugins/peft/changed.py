@@ -13,6 +13,7 @@ from torch import nn
 from fw.errors import UserError
 from fw.kinds.model import Adapters, CausalLM, HFTensor, Init
 from fw.kinds.peft import PeftPlugin
+from fw.kinds.tensor_plan import given
 from fw.locate import ADAPTER_CONFIG, find
 from fw.pretrained.directory import read_adapter_config
 from fw_plugins.peft.targets import ALL_LINEAR, chosen, names_in_files, shortest
@@ -161,10 +162,4 @@ def _both(kind: type[nn.Module], cls: type[nn.Module]) -> Any:
 
 def cut_along(name: str, plan: Mapping[str, int]) -> int | None:
     """The dimension along which ranks divide a layer's weight."""
-    wanted = f"{name}.weight"
-    return next((dim for pattern, dim in plan.items() if _means(pattern, wanted)), None)
-
-
-def _means(pattern: str, name: str) -> bool:
-    parts, of = pattern.split("."), name.split(".")
-    return len(parts) == len(of) and all(part in ("*", each) for part, each in zip(parts, of, strict=True))
+    return given(plan, f"{name}.weight")

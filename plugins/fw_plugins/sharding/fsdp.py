@@ -20,6 +20,7 @@ from fw.kinds.attention import AttentionPlugin
 from fw.kinds.model import CausalLM, Give
 from fw.kinds.precision import PrecisionPolicy
 from fw.kinds.sharding import CONTEXT, REPLICATE, SHARD, TENSOR, ShardingPlugin, Stepper, StepSpec
+from fw.kinds.tensor_plan import plan_for
 from fw_plugins.sharding import context_parallel, fsdp_dtypes, offloaded, tensor_parallel
 from fw_plugins.sharding.torch_stepper import TorchStepper
 
@@ -123,7 +124,7 @@ class FSDP(ShardingPlugin):
                 "sharding.context_method: ring sees all of a row, and the rows of this run hold several documents or padding; use heads"
             )
         if tensor > 1:
-            tensor_parallel.check(model, tensor, sequence_length // context)
+            plan_for(model, tensor, "sharding.tensor", {"positions of a sequence on a rank": sequence_length // context})
         if context > 1:
             plan = model.whole_tensor_plan()
             heads = plan.sizes.get("attention heads", context) if plan else context

@@ -10,7 +10,6 @@ T ranks; l = L ÷ T, the positions of one of them.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -23,8 +22,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.distributed.tensor.parallel import loss_parallel
 
-from fw.errors import UserError
-from fw.kinds.model import CausalLM, Head, Readout, TensorPlan
+from fw.kinds.model import CausalLM, Head, Readout
+from fw.kinds.tensor_plan import TensorPlan, fits, given
 from fw_plugins.sharding.collectives import all_gather, reduce_scatter
 
 
@@ -32,25 +31,25 @@ def parallelize(model: CausalLM, plan: TensorPlan, mesh: DeviceMesh) -> None:
     """Divide ``model``, on the meta device, over the one dimension of ``mesh``."""
     for name, module in list(model.named_modules()):
         for parameter_name, parameter in list(module.named_parameters(recurse=False)):
-            split = _look_up(plan.split, f"{name}.{parameter_name}".lstrip("."))
+            split = given(plan.split, f"{name}.{parameter_name}".lstrip("."))
             placement = Replicate() if split is None else Shard(split)
             divided = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=None)
             module.register_parameter(parameter_name, nn.Parameter(divided, requires_grad=parameter.requires_grad))
     for name, module in model.named_modules():
-        if _look_up(plan.whole_input, name) is not None:
+        if fits(plan.whole_input, name):
             module.register_forward_pre_hook(lambda _, args: (_gathered(args[0], mesh), *args[1:]))
-        if _look_up(plan.partial_output, name) is not None:
+        if fits(plan.partial_output, name):
             module.register_forward_hook(lambda _, args, output: _summed(output, mesh))
-        if _look_up(plan.whole_output, name) is not None:
+        if fits(plan.whole_output, name):
             module.register_forward_hook(lambda _, args, output: _gathered(output, mesh))
-        if _look_up(plan.repeated_output, name) is not None:
+        if fits(plan.repeated_output, name):
             module.register_forward_hook(lambda _, args, output: _cut(output, mesh))
-        if (parts := _look_up(plan.fused, name)) is not None:
+        if (parts := given(plan.fused, name)) is not None:
             module.register_forward_hook(lambda _, args, output, parts=parts: _regrouped(output, parts, mesh))
-        if _look_up(plan.vocabulary, name) is not None:
+        if fits(plan.vocabulary, name):
             assert isinstance(module, nn.Embedding)
             module.forward = _VocabularyRows(module, mesh)  # type: ignore[method-assign, assignment]
-    once = {id(p) for name, p in model.named_parameters() if _look_up(plan.once, name) is not None}
+    once = {id(p) for name, p in model.named_parameters() if fits(plan.once, name)}
     units = [*model.blocks, *filter(None, [model.own_embedding])]
     for unit in units:
         unit.forward = _on_local_parts(unit.forward, list(unit.modules()), once, mesh)
@@ -61,35 +60,6 @@ def parallelize(model: CausalLM, plan: TensorPlan, mesh: DeviceMesh) -> None:
     outside = [module for module in model.modules() if id(module) not in inside]
     forward = _on_local_parts(model.forward, outside, once, mesh)
     model.forward = _with_divided_logits(forward, model.vocab_size, mesh)  # type: ignore[method-assign]
-
-
-def check(model: CausalLM, ranks: int, length: int) -> None:
-    """Refuse what does not divide.
-
-    Args:
-        length: of the sequence that ``ranks`` divide.
-
-    Raises:
-        UserError: the model has no plan, or one of its sizes is no multiple of ``ranks``; with the values that work.
-    """
-    plan = model.whole_tensor_plan()
-    if plan is None:
-        raise UserError(f"sharding.tensor: {type(model).__name__} has no plan for dividing its layers; use a reference model, or tensor: 1")
-    if model.quantized:
-        raise UserError("sharding.tensor: quantization keeps codes of whole layers, which ranks cannot divide; use tensor: 1")
-    if model.adapters is not None and (because := model.adapters.whole_layers_because):
-        raise UserError(f"sharding.tensor: peft does not divide layers between ranks, because {because}; use tensor: 1")
-    for name, module in model.named_modules():
-        if _look_up(plan.vocabulary, name) and type(module) is not nn.Embedding:
-            raise UserError(f"sharding.tensor: the rows of {name} are divided between ranks, which do not change it besides; leave it out")
-    for what, size in {**plan.sizes, "positions of a sequence on a rank": length}.items():
-        if size % ranks:
-            raise UserError(f"sharding.tensor: {ranks} does not divide {size} {what}; what does: {_divisors(size, plan)}")
-
-
-def _divisors(size: int, plan: TensorPlan) -> str:
-    common = [d for d in range(1, min((size, *plan.sizes.values())) + 1) if all(s % d == 0 for s in (size, *plan.sizes.values()))]
-    return ", ".join(map(str, common[:12]))
 
 
 class DividedLogits:
@@ -112,14 +82,6 @@ class DividedLogits:
 
 
 divided_logits = DividedLogits()
-
-
-def _look_up(patterns: Any, name: str) -> Any:
-    """What a name is given by a set (then True) or mapping of patterns; None where none fits."""
-    for pattern in patterns:
-        if re.fullmatch(re.escape(pattern).replace(r"\*", r"[^.]+"), name):
-            return patterns[pattern] if isinstance(patterns, dict) else True
-    return None
 
 
 def _gathered(x_BlD: Tensor, mesh: DeviceMesh) -> Tensor:
