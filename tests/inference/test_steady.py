@@ -64,7 +64,15 @@ def test_every_cache_and_kind_of_weights(small_model, cache, weights):
     assert recorded.engine.runner.steady.repeated > 100
 
 
-@pytest.mark.parametrize("quantization", [{"name": "w8a16", "group_size": 16}, {"name": "nf4", "double_quantization": False}])
+@pytest.mark.parametrize(
+    "quantization",
+    [
+        {"name": "w8a16", "group_size": 16},
+        {"name": "w4a16", "group_size": 16, "symmetric": False},
+        {"name": "nf4", "double_quantization": False, "block_size": 32},
+        {"name": "nf4", "double_quantization": False},  # blocks that rows do not hold whole: weights are made of them each time
+    ],
+)
 def test_codes(small_model, quantization):
     options = {"dtype": "bf16", "quantization": quantization}
     recorded, python = (fw.LLM(small_model("llama"), replay=on, **options) for on in (True, False))

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fw.kernels import linear
+from fw.kernels import grouped, linear
 from fw.kernels.build import NotCompiled, library
 from fw.kernels.calls import Kernel
 from fw.kernels.room import Room
@@ -108,3 +108,56 @@ def test_no_compiler(monkeypatch, tmp_path):
     with pytest.raises(NotCompiled, match="FW_KERNELS=off"):
         library()
     library.cache_clear()
+
+
+def grouped_layer(outputs: int, inputs: int, group: int, bits: int, offset: bool, bias: bool) -> tuple[grouped.GroupedLinear, torch.Tensor]:
+    """A layer, and the weight that its codes stand for, in fp64."""
+    generator = torch.Generator().manual_seed(outputs + inputs)
+    scale_OG = torch.rand((outputs, inputs // group), generator=generator) + 0.01
+    offset_OG = torch.randn((outputs, inputs // group), generator=generator) if offset else None
+    plain = layer(outputs, inputs, bias)
+    if bits == 4:
+        numbers = torch.randn(16, generator=generator).bfloat16()
+        of_each = torch.randint(0, 16, (outputs, inputs), generator=generator, dtype=torch.uint8)
+        codes, values = of_each[:, 0::2] | of_each[:, 1::2] << 4, numbers.double()[of_each.long()]
+    else:
+        numbers = None
+        codes = torch.randint(-128, 128, (outputs, inputs), generator=generator, dtype=torch.int8)
+        values = codes.double()
+    given = grouped.GroupedCodes(codes, numbers, scale_OG, offset_OG)
+    assert grouped.GroupedLinear.takes(given)
+    spread = [None if x is None else x.double().repeat_interleave(group, 1) for x in (scale_OG, offset_OG)]
+    weight_OI = values * spread[0] + (0 if spread[1] is None else spread[1])
+    return grouped.GroupedLinear(plain, given), weight_OI
+
+
+@pytest.mark.parametrize("outputs, inputs, group", [(32, 2, 2), (96, 64, 32), (33, 48, 16), (1, 130, 130), (257, 1024, 128)])
+@pytest.mark.parametrize("bits, offset, bias", [(4, False, False), (4, True, True), (8, False, True), (8, True, False)])
+def test_products_of_codes_in_groups(kernel, outputs, inputs, group, bits, offset, bias):
+    made, weight_OI = grouped_layer(outputs, inputs, group, bits, offset, bias)
+    bias_O = None if made.bias is None else made.bias.double()
+    assert made.weight_bytes <= -(-outputs // 32) * 32 * (inputs * bits // 8 + inputs // group * 8) + 32
+    for rows in (1, 2, 7, 12, 13, 25, 130):
+        x = torch.randn(rows, inputs).bfloat16()
+        expected = F.linear(x.double(), weight_OI, bias_O)
+        found = made(x)
+        assert found.dtype == torch.bfloat16 and found.shape == expected.shape
+        sizes = F.linear(x.double().abs(), weight_OI.abs(), None if bias_O is None else bias_O.abs())
+        assert ((found.double() - expected).abs() <= expected.abs() * 2**-8 + sizes * 2**-18).all()
+        for row in range(rows):
+            assert torch.equal(made(x[row : row + 1])[0], found[row]), "a row depends on its company"
+
+
+def test_codes_in_groups_share_what_they_are_given(kernel):
+    layers = [grouped_layer(outputs, 64, 16, 4, offset, False)[0] for outputs, offset in ((64, True), (32, False), (40, True))]
+    x = torch.randn(3, 64).bfloat16()
+    alone = [each(x) for each in layers]
+    linear.Together.join(layers)
+    assert all(torch.equal(each(x), one) for each, one in zip(layers, alone, strict=True))
+
+
+def test_groups_that_the_kernel_does_not_take():
+    codes = torch.zeros(4, 15, dtype=torch.uint8)
+    numbers = torch.zeros(16, dtype=torch.bfloat16)
+    assert grouped.GroupedLinear.takes(grouped.GroupedCodes(codes, numbers, torch.ones(4, 5), None))
+    assert not grouped.GroupedLinear.takes(grouped.GroupedCodes(codes, numbers, torch.ones(4, 10), None)), "groups of three"

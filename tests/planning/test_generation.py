@@ -112,6 +112,18 @@ def test_every_byte_of_several_ranks(small_model, case, dtype, watched):
         assert (one.largest.phases["load"].allocated_peak, besides(one)) == (load, step), rank.rank
 
 
+@pytest.mark.parametrize("quantization", ["w4a16 symmetric=true", "w4a16 symmetric=false", "w8a16 symmetric=true"])
+def test_every_byte_with_codes(small_model, quantization, watched):
+    """Integers; what bitsandbytes' kernels take for themselves is not known."""
+    name, option = quantization.split()
+    chosen = recipe(
+        "inference.step_tokens=64", "inference.dtype=bf16", f"quantization={name}", f"quantization.{option}", "quantization.group_size=16"
+    )
+    planned = plan_generation(small_model("gemma2"), chosen)
+    load, step = measured(small_model("gemma2"), chosen)
+    assert (planned.largest.phases["load"].allocated_peak, besides(planned)) == (load, step)
+
+
 def test_experts(small_model, watched):
     """In fp32; products of bfloat16 take scratch memory of oneDNN's where an expert has few tokens."""
     chosen = recipe("inference.step_tokens=64", "inference.dtype=fp32")

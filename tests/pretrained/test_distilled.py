@@ -46,7 +46,9 @@ def test_a_plan_counts_the_teacher(student: Path, words: list[str]) -> None:
         for verb, more in (("plan", []), ("profile", ["--steps", "2", "--timed", "0"]))
     )
     for planned, measured in zip(plan, profile, strict=True):
-        assert abs(planned["allocated_peak_bytes"] - measured["allocated_peak_bytes"]) < 1000
+        peak, most = measured["allocated_peak_bytes"], planned["allocated_peak_bytes"]
+        below = 1000 if len(plan) == 1 else 0.03 * most  # ranks that wait for one another free some blocks earlier
+        assert most - below < peak < most + 1000
         for part in ("parameters_bytes", "gradients_bytes", "optimizer_bytes"):
             assert planned["components_max"][part] == measured["components_max"][part]
     alone = json.loads(run_fw("plan", "student.yaml", *(word for word in words if "chunk" not in word), "--json").ok().out)["per_rank"]

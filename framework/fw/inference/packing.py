@@ -6,23 +6,29 @@ from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from fw.checkpointing.pages import coming
 from fw.errors import UserError
+from fw.kernels.grouped import GroupedCodes, GroupedLinear
 from fw.kernels.linear import Int8Linear, PackedLinear, PlainLinear, Together, W8A8Linear, available, takes
 from fw.kernels.room import Room
 from fw.kinds.model import CausalLM
 
 _SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+_CODES = "grouped_codes"
+"""Method of a layer that keeps codes."""
 _MADE = {"auto": PackedLinear, "int8_weight_only": Int8Linear, "w8a8": W8A8Linear}
 
 
-def pack(model: CausalLM, weights: str) -> int:
-    """Replace plain linear layers in bfloat16 on the CPU, one after another; how many. Weights that lie in files stay there.
+def pack(model: CausalLM, weights: str, dtype: torch.dtype) -> int:
+    """Replace plain linear layers in bfloat16 on the CPU, and those of codes that kernels compute with, one after another; how many.
+    Weights that lie in files stay there.
 
     Args:
         weights: ``auto``, in the same memory; ``int8_weight_only`` and ``w8a8`` in half of it.
+        dtype: that the model computes in.
 
     Raises:
         UserError: codes are asked for, and there is no layer to be kept so, or no compiler.
@@ -35,9 +41,16 @@ def pack(model: CausalLM, weights: str) -> int:
     mapped = {tensor.data_ptr() for tensor in model.in_files.values()}
     replaced, room = 0, Room()
     # Of those that are replaced none is held: each one's weight goes as soon as it is packed.
-    for module in [module for module in model.modules() if any(map(takes, module.children()))]:
+    for module in [
+        module for module in model.modules() if any(takes(each) or hasattr(each, "grouped_codes") for each in module.children())
+    ]:
         for name, layer in list(module.named_children()):
-            if takes(layer):
+            if dtype == torch.bfloat16 and (codes := _codes(layer)) is not None:
+                assert isinstance(layer, nn.Linear)
+                setattr(module, name, GroupedLinear(layer, codes, room))
+                del codes
+                replaced += 1
+            elif takes(layer):
                 assert isinstance(layer, nn.Linear)
                 setattr(module, name, PlainLinear(layer) if layer.weight.data_ptr() in mapped else made(layer, room))
                 replaced += 1
@@ -50,6 +63,13 @@ def pack(model: CausalLM, weights: str) -> int:
             f"inference.weights: {weights} is of layers in bfloat16 on the CPU, and the model has none; set inference.dtype: bf16"
         )
     return replaced
+
+
+def _codes(layer: nn.Module) -> GroupedCodes | None:
+    """That a kernel computes with."""
+    ask = getattr(layer, _CODES, None)
+    found = None if ask is None else ask()
+    return found if isinstance(found, GroupedCodes) and GroupedLinear.takes(found) else None
 
 
 def bring_ahead(model: CausalLM) -> None:

@@ -108,7 +108,7 @@ def prepare(
     kept = plugin.kept_tokens(context, options.prompt_share)
     sharing = ranks.ranks if device.type == "cpu" else 1
     budget = _budget(options.kv_budget, sum(token_bytes) * kept * options.max_sequences, device, lambda of: free(of) / sharing)
-    replaced = [pack(each, options.weights) for each in models]  # before there are caches: meanwhile a weight is there twice
+    replaced = [pack(each, options.weights, dtype) for each in models]  # before there are caches: meanwhile a weight is there twice
     ranks.join(model)
     made: list[OverCache] = []
 

@@ -1,40 +1,23 @@
-// y = x Wᵀ + b, W in bfloat16 or in codes of 8 bits, for few rows, where reading W is what takes time, and for many, where the products
-// are.
+// y = x Wᵀ + b, W in bfloat16 or in codes of 8 or 4 bits, for few rows, where reading W is what takes time, and for many, where the
+// products are.
 //
 // W [N, K] lies in panels of 32 rows of W: [N/32, K/2, 32, 2], so that a step over K reads 128 bytes one behind another, and each lane of a
 // register has two neighbours in K. Each output is one sum over K in the same order whatever the number of rows: a row's result does not
 // depend on its company.
-#include <immintrin.h>
-
 #include <algorithm>
 #include <cmath>
 #include <vector>
 
 #include "again.h"
-#include "bf16.h"
-#include "pool.h"
+#include "panels.h"
+
+using namespace panels;
 
 namespace {
 
-constexpr int PANEL = 32;
-constexpr long FEW = 64;         // rows for which codes are widened as they are needed, each time
-constexpr long PIECE = 1 << 17;  // bytes of weights that a thread takes at once
+constexpr long FEW = 64;  // rows for which codes are widened as they are needed, each time
 
 #if defined(__AVX512BF16__)
-
-inline __m512bh pairs(const uint16_t* at) { return (__m512bh)_mm512_loadu_si512(at); }
-
-inline __m512bh pairs(const int8_t* at) {
-    const __m512 first = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)at)));
-    const __m512 second = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)(at + 16))));
-    return _mm512_cvtne2ps_pbh(second, first);
-}
-
-inline __m512bh repeated(const uint16_t* at) {
-    int32_t pair;
-    std::memcpy(&pair, at, 4);
-    return (__m512bh)_mm512_set1_epi32(pair);
-}
 
 template <int ROWS, typename W>
 void tile(const uint16_t* x, long x_stride, const W* panel, const float* scale, const float* bias, uint16_t* y, long y_stride, long k2,
@@ -59,7 +42,6 @@ void tile(const uint16_t* x, long x_stride, const W* panel, const float* scale, 
         for (int n = 0; n < columns; n++) put(y + r * y_stride + n, (scale ? sums[n] * scale[n] : sums[n]) + (bias ? bias[n] : 0.0f));
     }
 }
-constexpr int MOST = 12;
 
 #else
 
@@ -82,8 +64,6 @@ void tile(const uint16_t* x, long x_stride, const W* panel, const float* scale, 
     for (int r = 0; r < ROWS; r++)
         for (int n = 0; n < columns; n++) put(y + r * y_stride + n, (scale ? sums[r][n] * scale[n] : sums[r][n]) + (bias ? bias[n] : 0.0f));
 }
-constexpr int MOST = 4;
-
 #endif
 
 template <int ROWS, typename W>
@@ -107,50 +87,6 @@ void against(const uint16_t* x, const W* panel, const float* scale, const float*
         rows_left<MOST>(int(to - from), x + from * inputs, inputs, panel, scale, bias, y + from * outputs, outputs, inputs / 2, columns);
     }
 }
-
-// A layer as fw/kernels/linear.py describes it; what it has not is null.
-struct Layer {
-    const void* weight;
-    const float* scale;
-    const int32_t* sums;
-    const float* bias;
-    uint16_t* y;
-    long outputs;
-    long output_step, input_step;  // of a weight that is in no panels, between neighbours
-};
-
-// f(layer, panel, its columns) of all panels of all layers, each panel of so many bytes, in pieces.
-template <typename F>
-void each_panel(const Layer* layers, long count, long panel_bytes, F&& f) {
-    struct Part {
-        long layer, begin, end;
-    };
-    std::vector<Part> parts;
-    const long together = std::max<long>(1, PIECE / panel_bytes);
-    for (long l = 0; l < count; l++) {
-        const long panels = (layers[l].outputs + PANEL - 1) / PANEL;
-        for (long p = 0; p < panels; p += together) parts.push_back({l, p, std::min(panels, p + together)});
-    }
-    pool::each(long(parts.size()), [&](long i) {
-        const Layer& layer = layers[parts[i].layer];
-        for (long p = parts[i].begin; p < parts[i].end; p++) f(layer, p, int(std::min<long>(PANEL, layer.outputs - p * PANEL)));
-    });
-}
-
-#if defined(__AVX512BF16__)
-// Codes to bfloat16, which holds them all.
-void widen(const int8_t* codes, long count, uint16_t* to) {
-    for (long i = 0; i < count; i += 32) {
-        const __m512 first = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)(codes + i))));
-        const __m512 second = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)(codes + i + 16))));
-        _mm512_storeu_si512(to + i, (__m512i)_mm512_cvtne2ps_pbh(second, first));
-    }
-}
-#else
-void widen(const int8_t* codes, long count, uint16_t* to) {
-    for (long i = 0; i < count; i++) to[i] = to_bf16(float(codes[i]));
-}
-#endif
 
 #if defined(__AVX512BF16__)
 // Sixteen times sixteen pairs: to[k] has the k-th pair of each row. Four steps, each of which halves how far pairs are from their place.
@@ -310,9 +246,12 @@ void linear_w8a8(const uint16_t* x, const Layer* layers, long count, long rows, 
 // Layers that read the same x [rows, inputs] in bfloat16; of each y [rows, outputs] in bfloat16, bias [outputs] in fp32. By kind: 0,
 // weights in bfloat16, inputs even. 1, codes, a scale for each output, inputs even. 2, codes in panels [outputs/32, ⌈inputs/4⌉, 32, 4], a
 // scale and the sum of codes for each output; rows of x become codes, too. 3, weights in bfloat16 in no panels, inputs even: the same
-// results as of 0.
+// results as of 0. 4, codes of 4 bits in panels [outputs/32, inputs/2, 32], and 5, of 8 bits; scales and offsets [outputs/32, groups, 32].
 extern "C" void fw_linear(long kind, const uint16_t* x, const Layer* layers, long count, long rows, long inputs) {
-    (kind == 0 ? linear_bf16 : kind == 1 ? linear_w8 : kind == 2 ? linear_w8a8 : linear_plain)(x, layers, count, rows, inputs);
+    constexpr void (*OF[])(const uint16_t*, const Layer*, long, long, long) = {
+        linear_bf16, linear_w8, linear_w8a8, linear_plain, grouped::four_bits, grouped::eight_bits,
+    };
+    OF[kind](x, layers, count, rows, inputs);
 }
 
 AGAIN(fw_linear)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -49,6 +49,8 @@ class _Layer(ctypes.Structure):
     _fields_: ClassVar = [
         *((name, ctypes.c_void_p) for name in ("weight", "scale", "sums", "bias", "y")),
         *((name, ctypes.c_long) for name in ("outputs", "output_step", "input_step")),
+        *((name, ctypes.c_void_p) for name in ("offset", "table")),
+        ("group", ctypes.c_long),
     ]
 
 
@@ -80,10 +82,13 @@ class PackedLinear(nn.Module):
         """``[…, I]`` → ``[…, O]``, in bfloat16."""
         return self.together.compute(self, x_I)
 
+    def describe(self, layer: Any) -> None:
+        """What the kernel must know besides."""
+
     @property
     def weight_bytes(self) -> int:
         """That each product reads."""
-        return sum(tensor.nbytes for tensor in (self.packed, self.scale, self.sums) if tensor is not None)
+        return sum(tensor.nbytes for name, tensor in self.named_buffers(recurse=False) if name != "bias")
 
     def extra_repr(self) -> str:
         """As of the layer that it was."""
@@ -102,6 +107,7 @@ class Together:
                 setattr(described, name, None if tensor is None else tensor.data_ptr())
             described.outputs = layer.out_features
             described.output_step, described.input_step = layer.packed.stride()[:2]
+            layer.describe(described)
         self._of: Tensor | None = None
         self._found: dict[PackedLinear, Tensor] = {}
 

@@ -37,7 +37,8 @@ class StoredWeight(ABC):
 
 class QuantizationPlugin(Plugin):
     """Decides which layers keep codes. A layer that does is an :class:`torch.nn.Linear` still, of the same features and names: ``weight``
-    are the codes, and ``dense_weight(dtype)`` gives what they stand for."""
+    are the codes, and ``dense_weight(dtype)`` gives what they stand for. Where it has ``grouped_codes()``, that gives them for kernels
+    that compute with codes while generating on the CPU (:class:`fw.kernels.grouped.GroupedCodes`), or None where it cannot."""
 
     kind: ClassVar[str] = "quantization"
     hf_methods: ClassVar[tuple[str, ...]] = ()

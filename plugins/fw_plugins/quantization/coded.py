@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fw.errors import UserError
+from fw.kernels.grouped import GroupedCodes
 from fw.kinds.model import CausalLM, Quantized
 from fw.kinds.quantization import QuantizationPlugin, StoredWeight
 from fw.registry import Conflicts
@@ -44,6 +45,9 @@ class Layout(Protocol):
 
     def dequantize(self, kept: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
         """``[O, I]`` of what :meth:`kept` names, in its order."""
+
+    def grouped(self, kept: tuple[Tensor, ...]) -> GroupedCodes | None:
+        """The same as codes in groups of a row; None where they are not."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +111,10 @@ class CodedLinear(nn.Linear):
     def dense_weight(self, dtype: torch.dtype) -> Tensor:
         """What the codes stand for, ``[O, I]``."""
         return self.layout.dequantize(self._kept(), dtype)
+
+    def grouped_codes(self) -> GroupedCodes | None:
+        """For a layer that computes with them; None where this one does more."""
+        return self.layout.grouped(self._kept()) if type(self) is CodedLinear else None
 
     def _kept(self) -> tuple[Tensor, ...]:
         return tuple(getattr(self, name) for name in self.layout.kept())

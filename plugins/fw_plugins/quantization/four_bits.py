@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
 
+from fw.kernels.grouped import GroupedCodes
+
 NESTED_BLOCK = 256
 ABSMAX, NESTED, OFFSET = "weight_absmax", "weight_nested", "weight_offset"
 
@@ -85,16 +87,26 @@ class Layout:
 
     def dequantize(self, kept: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
         """``[O, I]`` of what :meth:`kept` names, in its order."""
-        codes, absmax_N, *nested = kept
-        if nested:
-            scales_M, offset = nested
-            table, scales_M = _table(absmax_N), scales_M.view(torch.float32)
-            absmax_N = torch.ops.bitsandbytes.dequantize_blockwise(absmax_N, scales_M, table, NESTED_BLOCK, torch.float32)
-            absmax_N += offset.view(torch.float32)
-        else:
-            absmax_N = absmax_N.view(torch.float32)
+        codes, *scales = kept
+        absmax_N = self._absmax(*scales)
         dense: Tensor = torch.ops.bitsandbytes.dequantize_4bit(codes, absmax_N, self.block, self.quant_type, self.features, dtype)
         return dense
+
+    def grouped(self, kept: tuple[Tensor, ...]) -> GroupedCodes | None:
+        """For products with the codes themselves, where rows are whole blocks."""
+        codes, *scales = kept
+        if self.features[1] % self.block:
+            return None
+        first_in_the_low_bits = codes << 4 | codes >> 4
+        return GroupedCodes(first_in_the_low_bits, tables(self.quant_type)[0], self._absmax(*scales).view(self.features[0], -1), None)
+
+    def _absmax(self, absmax_N: Tensor, scales_M: Tensor | None = None, offset: Tensor | None = None) -> Tensor:
+        """Of each block, fp32."""
+        if scales_M is None or offset is None:
+            return absmax_N.view(torch.float32)
+        table, scales_M = _table(absmax_N), scales_M.view(torch.float32)
+        found: Tensor = torch.ops.bitsandbytes.dequantize_blockwise(absmax_N, scales_M, table, NESTED_BLOCK, torch.float32)
+        return found.add_(offset.view(torch.float32))
 
 
 _AT_ONCE = 1 << 20

@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fw.kernels.grouped import GroupedCodes
+
 SCALE, ZERO = "weight_scale", "weight_zero_point"
 
 
@@ -116,6 +118,18 @@ class Grouped:
         # Differences of codes are exact in any floating-point dtype, and so are products with a scale before they are rounded.
         zero = zero_OG[0][..., None].to(dtype) if zero_OG else 2 ** (self.bits - 1)
         return codes_OGn.to(dtype).sub_(zero).mul_(scale_OG.view(torch.float32)[..., None].to(dtype)).flatten(1)
+
+    def grouped(self, kept: tuple[Tensor, ...]) -> GroupedCodes | None:
+        """For products with the codes themselves."""
+        packed, scale_OG, *zero_OG = kept
+        if self.features[1] % 2:
+            return None
+        scale_OG, middle = scale_OG.view(torch.float32), 2 ** (self.bits - 1)
+        offset_OG = (middle - zero_OG[0].float()) * scale_OG if zero_OG else None
+        if self.bits == 4:
+            numbers = torch.arange(-middle, middle, dtype=torch.float32, device=packed.device)
+            return GroupedCodes(packed[:, : self.features[1] // 2], numbers, scale_OG, offset_OG)
+        return GroupedCodes((packed[:, : self.features[1]] ^ middle).view(torch.int8), None, scale_OG, offset_OG)
 
 
 def pack(codes_OI: Tensor, bits: int) -> Tensor:

@@ -1,0 +1,94 @@
+// Weights in panels of 32 outputs, and the layers they are of.
+#pragma once
+#include <algorithm>
+#include <cstring>
+#include <vector>
+
+#include "bf16.h"
+#include "pool.h"
+#if defined(__AVX512BF16__)
+#include <immintrin.h>
+#endif
+
+namespace panels {
+
+constexpr int PANEL = 32;
+constexpr long PIECE = 1 << 17;  // bytes of weights that a thread takes at once
+
+#if defined(__AVX512BF16__)
+constexpr int MOST = 12;  // rows of a tile
+
+inline __m512bh pairs(const uint16_t* at) { return (__m512bh)_mm512_loadu_si512(at); }
+
+inline __m512bh pairs(const int8_t* at) {
+    const __m512 first = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)at)));
+    const __m512 second = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)(at + 16))));
+    return _mm512_cvtne2ps_pbh(second, first);
+}
+
+inline __m512bh repeated(const uint16_t* at) {
+    int32_t pair;
+    std::memcpy(&pair, at, 4);
+    return (__m512bh)_mm512_set1_epi32(pair);
+}
+
+#else
+constexpr int MOST = 4;
+#endif
+
+// A layer as fw/kernels/linear.py describes it; what it has not is null.
+struct Layer {
+    const void* weight;
+    const float* scale;
+    const int32_t* sums;
+    const float* bias;
+    uint16_t* y;
+    long outputs;
+    long output_step, input_step;  // of a weight that is in no panels, between neighbours
+    const float* offset;           // of groups
+    const uint16_t* table;         // what codes of 4 bits stand for
+    long group;                    // inputs
+};
+
+// f(layer, panel, its columns) of all panels of all layers, each panel of so many bytes, in pieces.
+template <typename F>
+void each_panel(const Layer* layers, long count, long panel_bytes, F&& f) {
+    struct Part {
+        long layer, begin, end;
+    };
+    std::vector<Part> parts;
+    const long together = std::max<long>(1, PIECE / panel_bytes);
+    for (long l = 0; l < count; l++) {
+        const long panels = (layers[l].outputs + PANEL - 1) / PANEL;
+        for (long p = 0; p < panels; p += together) parts.push_back({l, p, std::min(panels, p + together)});
+    }
+    pool::each(long(parts.size()), [&](long i) {
+        const Layer& layer = layers[parts[i].layer];
+        for (long p = parts[i].begin; p < parts[i].end; p++) f(layer, p, int(std::min<long>(PANEL, layer.outputs - p * PANEL)));
+    });
+}
+
+#if defined(__AVX512BF16__)
+// Codes to bfloat16, which holds them all.
+inline void widen(const int8_t* codes, long count, uint16_t* to) {
+    for (long i = 0; i < count; i += 32) {
+        const __m512 first = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)(codes + i))));
+        const __m512 second = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)(codes + i + 16))));
+        _mm512_storeu_si512(to + i, (__m512i)_mm512_cvtne2ps_pbh(second, first));
+    }
+}
+#else
+inline void widen(const int8_t* codes, long count, uint16_t* to) {
+    for (long i = 0; i < count; i++) to[i] = to_bf16(float(codes[i]));
+}
+#endif
+
+}  // namespace panels
+
+// Of grouped.cpp.
+namespace grouped {
+
+void four_bits(const uint16_t* x, const panels::Layer* layers, long count, long rows, long inputs);
+void eight_bits(const uint16_t* x, const panels::Layer* layers, long count, long rows, long inputs);
+
+}  // namespace grouped
