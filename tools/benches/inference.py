@@ -34,9 +34,12 @@ WAYS = {
     "fw, bf16": ("fw", "auto"),
     "fw, int8_weight_only": ("fw", "int8_weight_only"),
     "fw, w8a8": ("fw", "w8a8"),
+    "fw, w4a16": ("fw", "w4a16"),
+    "fw, bf16, 2 ranks": ("fw", "2 ranks"),
     "transformers, bf16": ("transformers", ""),
     "llama.cpp, bf16": ("llama_cpp", "bf16"),
     "llama.cpp, q8_0": ("llama_cpp", "q8_0"),
+    "llama.cpp, q4_0": ("llama_cpp", "q4_0"),
     "vLLM, bf16": ("vllm", ""),
 }
 

@@ -44,9 +44,9 @@ def _turned(weight: np.ndarray, heads: int) -> np.ndarray:
 
 
 def write(model: Path, to: Path, weights: str) -> None:
-    """``bf16`` or ``q8_0``; norms in fp32."""
+    """``bf16``, ``q8_0`` or ``q4_0``; norms in fp32."""
     config = json.loads((model / "config.json").read_text())
-    kind = {"bf16": gguf.GGMLQuantizationType.BF16, "q8_0": gguf.GGMLQuantizationType.Q8_0}[weights]
+    kind = gguf.GGMLQuantizationType[weights.upper()]
     writer = gguf.GGUFWriter(str(to), "llama")
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])

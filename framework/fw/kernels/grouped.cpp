@@ -140,12 +140,22 @@ void against(const uint16_t* x, const W& w, const float* scale, const float* off
     }
 }
 
+#if defined(__AVX512BF16__)
+// Sixteen bytes at a time, as many as a panel has a multiple of.
+void numbers_of(const uint8_t* codes, const uint16_t* table, long count, uint16_t* to) {
+    const Nibbles all{codes, table};
+    for (long i = 0; i < count / 16; i++) _mm512_storeu_si512(to + 32 * i, (__m512i)all.pairs(i / 2, int(i % 2)));
+}
+#else
 void numbers_of(const uint8_t* codes, const uint16_t* table, long count, uint16_t* to) {
     for (long i = 0; i < count; i++) {
         to[2 * i] = table[codes[i] & 15];
         to[2 * i + 1] = table[codes[i] >> 4];
     }
 }
+#endif
+
+constexpr long FEW = 2 * MOST;  // rows for which codes are made into numbers as they are needed, each time
 
 // Codes of 8 bits, or of 4, two neighbours in a byte; with a scale, and mostly an offset, for each output and group of inputs.
 template <bool FOUR>
@@ -171,7 +181,7 @@ void linear(const uint16_t* x, const Layer* layers, long count, long rows, long 
             against(x, w, scale, offset, of_x, bias, of.y + p * PANEL, rows, inputs, of.outputs, of.group, columns);
         };
         const uint8_t* codes = (const uint8_t*)of.weight + p * PANEL * inputs / (FOUR ? 2 : 1);
-        if (rows <= MOST) {
+        if (rows <= FEW) {
             if constexpr (FOUR)
                 with(Nibbles{codes, of.table});
             else
