@@ -43,6 +43,6 @@ def test_growth_is_what_the_rank_keeps(workspace, directory, ranks, dtype):
     for rank in range(ranks):
         found = json.loads(Path(f"rank{rank}.json").read_text())
         assert found["kept"] == pytest.approx(whole / ranks, rel=0.05)
-        assert found["kept"] < found["growth"] + 2**20, "the measurement must see what is kept"
+        assert 0.99 * found["kept"] < found["growth"], "the measurement must see what is kept"
         assert found["growth"] < found["kept"] + largest + SLACK, found
         print(ranks, dtype, {k: v >> 20 for k, v in found.items()})
