@@ -69,8 +69,7 @@ void tile(const uint16_t* x, long x_stride, const W& w, const float* scale, cons
             }
         }
     }
-    for (int r = 0; r < ROWS; r++)
-        for (int n = 0; n < columns; n++) put(y + r * y_stride + n, sums[r][n] + (bias ? bias[n] : 0.0f));
+    for (int r = 0; r < ROWS; r++) finish(loaded(sums[r]), loaded(sums[r] + LANES), nullptr, bias, y + r * y_stride, columns);
 }
 
 #else
@@ -111,8 +110,7 @@ void tile(const uint16_t* x, long x_stride, const W& w, const float* scale, cons
                 if (offset) sums[r][n] += offset[g * PANEL + n] * of_x[r * groups + g];
             }
     }
-    for (int r = 0; r < ROWS; r++)
-        for (int n = 0; n < columns; n++) put(y + r * y_stride + n, sums[r][n] + (bias ? bias[n] : 0.0f));
+    for (int r = 0; r < ROWS; r++) finish(loaded(sums[r]), loaded(sums[r] + LANES), nullptr, bias, y + r * y_stride, columns);
 }
 
 #endif

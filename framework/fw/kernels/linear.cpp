@@ -35,12 +35,7 @@ void tile(const uint16_t* x, long x_stride, const W* panel, const float* scale, 
             high[r] = _mm512_dpbf16_ps(high[r], second, of);
         }
     }
-    for (int r = 0; r < ROWS; r++) {
-        alignas(64) float sums[PANEL];
-        _mm512_store_ps(sums, low[r]);
-        _mm512_store_ps(sums + 16, high[r]);
-        for (int n = 0; n < columns; n++) put(y + r * y_stride + n, (scale ? sums[n] * scale[n] : sums[n]) + (bias ? bias[n] : 0.0f));
-    }
+    for (int r = 0; r < ROWS; r++) finish((Lane)low[r], (Lane)high[r], scale, bias, y + r * y_stride, columns);
 }
 
 #else
@@ -61,8 +56,7 @@ void tile(const uint16_t* x, long x_stride, const W* panel, const float* scale, 
             for (int n = 0; n < PANEL; n++) sums[r][n] += even * first[n] + odd * second[n];
         }
     }
-    for (int r = 0; r < ROWS; r++)
-        for (int n = 0; n < columns; n++) put(y + r * y_stride + n, (scale ? sums[r][n] * scale[n] : sums[r][n]) + (bias ? bias[n] : 0.0f));
+    for (int r = 0; r < ROWS; r++) finish(loaded(sums[r]), loaded(sums[r] + LANES), scale, bias, y + r * y_stride, columns);
 }
 #endif
 
@@ -132,12 +126,32 @@ void panel_of(const uint16_t* w, long output_step, long input_step, int columns,
 
 // Rows of x as codes 0 … 255, 128 for 0, with the scale of each; filled up with 128.
 void codes_of(const uint16_t* x, long inputs, long padded, uint8_t* codes, float* scale) {
+    typedef uint8_t Codes __attribute__((vector_size(LANES)));
+    constexpr float NEAREST = 12582912.0f;  // 1.5 · 2²³: what is added to it is rounded to whole numbers, ties to even
+    Lane largest = {};
+    const long whole = inputs / LANES * LANES;
+    for (long k = 0; k < whole; k += LANES) {
+        const Lane value = loaded(x + k), size = value < 0.0f ? -value : value;
+        largest = size > largest ? size : largest;
+    }
     float most = 0;
-    for (long k = 0; k < inputs; k++) most = std::max(most, std::fabs(from_bf16(x[k])));
+    for (int l = 0; l < LANES; l++) most = std::max(most, largest[l]);
+    for (long k = whole; k < inputs; k++) most = std::max(most, std::fabs(from_bf16(x[k])));
     *scale = most / 127;
     const float by = most > 0 ? 127 / most : 0;
-    for (long k = 0; k < inputs; k++) codes[k] = uint8_t(int(std::nearbyint(from_bf16(x[k]) * by)) + 128);
+    for (long k = 0; k < whole; k += LANES) {
+        const Lane nearest = (loaded(x + k) * by + NEAREST) - NEAREST;
+        const Codes found = __builtin_convertvector(__builtin_convertvector(nearest, Bits) + 128, Codes);
+        std::memcpy(codes + k, &found, LANES);
+    }
+    for (long k = whole; k < inputs; k++) codes[k] = uint8_t(int((from_bf16(x[k]) * by + NEAREST) - NEAREST) + 128);
     for (long k = inputs; k < padded; k++) codes[k] = 128;
+}
+
+inline Bits bits(const int32_t* at) {
+    Bits value;
+    std::memcpy(&value, at, sizeof value);
+    return value;
 }
 
 // Sums of products of codes: whole numbers, whatever the order.
@@ -227,16 +241,20 @@ void linear_w8a8(const uint16_t* x, const Layer* layers, long count, long rows, 
             codes_of(x + r * inputs, inputs, k4 * 4, codes.data() + r * k4 * 4, &of_row[r]);
     });
     each_panel(layers, count, PANEL * k4 * 4, [&](const Layer& of, long p, int columns) {
-        int32_t found[MOST * PANEL];
+        int32_t found[MOST * PANEL], sums[PANEL] = {};
+        std::copy_n(of.sums + p * PANEL, columns, sums);
         for (long t = 0; t < tiles; t++) {
             const long from = rows * t / tiles, to = rows * (t + 1) / tiles;
             count_left<MOST>(int(to - from), codes.data() + from * k4 * 4, k4, (const int8_t*)of.weight + p * PANEL * k4 * 4, found);
-            for (long r = from; r < to; r++)
-                for (int n = 0; n < columns; n++) {
-                    const long o = p * PANEL + n;
-                    const float sum = float(found[(r - from) * PANEL + n] - 128 * of.sums[o]);
-                    put(of.y + r * of.outputs + o, sum * (of_row[r] * of.scale[o]) + (of.bias ? of.bias[o] : 0.0f));
-                }
+            for (long r = from; r < to; r++) {
+                const int32_t* counted = found + (r - from) * PANEL;
+                Lane halves[2];
+                for (int half = 0; half < 2; half++)
+                    halves[half] =
+                        __builtin_convertvector(bits(counted + half * LANES) - 128 * bits(sums + half * LANES), Lane) * of_row[r];
+                finish(halves[0], halves[1], of.scale + p * PANEL, of.bias ? of.bias + p * PANEL : nullptr,
+                       of.y + r * of.outputs + p * PANEL, columns);
+            }
         }
     });
 }

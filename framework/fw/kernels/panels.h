@@ -4,7 +4,7 @@
 #include <cstring>
 #include <vector>
 
-#include "bf16.h"
+#include "lanes.h"
 #include "pool.h"
 #if defined(__AVX512BF16__)
 #include <immintrin.h>
@@ -35,6 +35,21 @@ inline __m512bh repeated(const uint16_t* at) {
 #else
 constexpr int MOST = 4;
 #endif
+
+// Sums of a row over a panel, or as many as there are, times `scale` and plus `bias` where these are, into y.
+inline void finish(Lane low, Lane high, const float* scale, const float* bias, uint16_t* y, int columns) {
+    alignas(64) float scales[PANEL], added[PANEL];
+    alignas(64) uint16_t found[PANEL];
+    const bool whole = columns == PANEL;
+    if (!whole && scale) std::fill(std::copy_n(scale, columns, scales), scales + PANEL, 0.0f), scale = scales;
+    if (!whole && bias) std::fill(std::copy_n(bias, columns, added), added + PANEL, 0.0f), bias = added;
+    if (scale) low *= loaded(scale), high *= loaded(scale + LANES);
+    if (bias) low += loaded(bias), high += loaded(bias + LANES);
+    uint16_t* to = whole ? y : found;
+    stored(to, low);
+    stored(to + LANES, high);
+    if (!whole) std::copy_n(found, columns, y);
+}
 
 // A layer as fw/kernels/linear.py describes it; what it has not is null.
 struct Layer {
