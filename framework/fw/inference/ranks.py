@@ -151,8 +151,8 @@ class First(Several):
         for other in self._others:
             try:
                 other.connection.send_bytes(data)
-            except OSError:
-                self._check()
+            except OSError:  # it has closed its end, and may not have ended yet
+                self._check(_PATIENCE_S)
                 raise
         if not self._finalizer.alive:
             raise RunError("the model's other ranks have been ended; load it again")
