@@ -11,10 +11,12 @@ from fw.kernels.build import NotCompiled, library
 from fw.kernels.calls import Kernel
 from fw.kernels.room import Room
 
-ANY_PROCESSOR = ("-mno-avx512f", "-mno-avx512bf16") if torch.backends.cpu.get_cpu_capability().startswith("AVX") else ("-DFW_ANY",)
+HAS_AVX = torch.backends.cpu.get_cpu_capability().startswith("AVX")
+AVX2 = ("-mno-avx512f", "-mno-avx512bf16") if HAS_AVX else ("-DFW_AVX2",)
+ANY_PROCESSOR = ("-mno-avx",) if HAS_AVX else ("-DFW_ANY",)
 
 
-@pytest.fixture(params=[(), ANY_PROCESSOR], ids=["this processor", "any processor"])
+@pytest.fixture(params=[(), AVX2, ANY_PROCESSOR], ids=["this processor", "256 bits", "any processor"])
 def kernel(request, monkeypatch):
     try:
         library(*request.param)

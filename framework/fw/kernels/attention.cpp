@@ -18,6 +18,12 @@ namespace {
 constexpr int CHUNK = 256, BLOCK = 32;  // positions; a block's keys stay in the nearest cache
 constexpr long TILE = 64;               // query rows that share what is read
 constexpr float NONE = -std::numeric_limits<float>::infinity();
+// Rows whose scores are computed at once, and rows and lanes whose values are added up at once: sums stay in registers.
+#if defined(__AVX512F__)
+constexpr int SCORED = 8, WEIGHED = 4, TOGETHER = 4;
+#else
+constexpr int SCORED = 2, WEIGHED = 2, TOGETHER = 2;
+#endif
 
 struct Shape {
     long heads, kv_heads, dim, group, row_bytes, block_size, table_stride, window, sinks;
@@ -74,28 +80,30 @@ inline void tiled(long rows, F&& f) {
 // Scores of BLOCK keys: q [rows, dim], keys [dim, BLOCK].
 template <int ROWS>
 inline void score(const float* q, long stride, const Lane* keys, long dim, float* to) {
-    Lane sums[ROWS][2] = {};
+    constexpr int WIDE = BLOCK / NATIVE;
+    Native sums[ROWS][WIDE] = {};
     for (long h = 0; h < dim; h++) {
-        const Lane first = keys[2 * h], second = keys[2 * h + 1];
-        for (int r = 0; r < ROWS; r++) {
-            sums[r][0] += q[r * stride + h] * first;
-            sums[r][1] += q[r * stride + h] * second;
-        }
+        Native key[WIDE];
+        for (int i = 0; i < WIDE; i++) key[i] = native((const float*)(keys + 2 * h) + i * NATIVE);
+        for (int r = 0; r < ROWS; r++)
+            for (int i = 0; i < WIDE; i++) sums[r][i] += q[r * stride + h] * key[i];
     }
-    for (int r = 0; r < ROWS; r++) stored(to + r * CHUNK, sums[r][0]), stored(to + r * CHUNK + LANES, sums[r][1]);
+    for (int r = 0; r < ROWS; r++) std::memcpy(to + r * CHUNK, sums[r], sizeof sums[r]);
 }
 
 // out [rows, stride] += weights [rows, CHUNK] · values [count, of lanes], of N lanes from one on.
 template <int ROWS, int N>
 inline void weigh(const float* weights, const Lane* values, long lanes, long count, float* out, long stride) {
-    Lane sums[ROWS][N];
-    for (int r = 0; r < ROWS; r++)
-        for (int l = 0; l < N; l++) sums[r][l] = loaded(out + r * stride + l * LANES);
-    for (long t = 0; t < count; t++)
+    constexpr int WIDE = N * LANES / NATIVE;
+    Native sums[ROWS][WIDE];
+    for (int r = 0; r < ROWS; r++) std::memcpy(sums[r], out + r * stride, sizeof sums[r]);
+    for (long t = 0; t < count; t++) {
+        Native value[WIDE];
+        for (int i = 0; i < WIDE; i++) value[i] = native((const float*)(values + t * lanes) + i * NATIVE);
         for (int r = 0; r < ROWS; r++)
-            for (int l = 0; l < N; l++) sums[r][l] += weights[r * CHUNK + t] * values[t * lanes + l];
-    for (int r = 0; r < ROWS; r++)
-        for (int l = 0; l < N; l++) stored(out + r * stride + l * LANES, sums[r][l]);
+            for (int i = 0; i < WIDE; i++) sums[r][i] += weights[r * CHUNK + t] * value[i];
+    }
+    for (int r = 0; r < ROWS; r++) std::memcpy(out + r * stride, sums[r], sizeof sums[r]);
 }
 
 struct Work {
@@ -205,7 +213,7 @@ void attend_chunk(const Call& c, const Tile& tile, long begin, Work& work, float
                 for (long h = 0; h < LANES; h++) work.keys[2 * (l * LANES + h) + half] = square[h];
             }
         }
-        tiled<8>(rows, [&](long r, auto known) {
+        tiled<SCORED>(rows, [&](long r, auto known) {
             score<known>(work.q.data() + r * stride, stride, work.keys.data(), s.dim, work.scores.data() + r * CHUNK + from);
         });
     }
@@ -224,11 +232,12 @@ void attend_chunk(const Call& c, const Tile& tile, long begin, Work& work, float
             else
                 std::fill_n(to, lanes, Lane{});
         }
-        tiled<4>(rows, [&](long r, auto known) {
+        tiled<WEIGHED>(rows, [&](long r, auto known) {
             const float* weights = work.scores.data() + r * CHUNK + from;
             float* out = found + r * partial + LANES;
             long l = 0;
-            for (; l + 4 <= lanes; l += 4) weigh<known, 4>(weights, work.wide.data() + l, lanes, here, out + l * LANES, partial);
+            for (; l + TOGETHER <= lanes; l += TOGETHER)
+                weigh<known, TOGETHER>(weights, work.wide.data() + l, lanes, here, out + l * LANES, partial);
             for (; l < lanes; l++) weigh<known, 1>(weights, work.wide.data() + l, lanes, here, out + l * LANES, partial);
         });
     }

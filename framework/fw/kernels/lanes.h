@@ -11,6 +11,22 @@ typedef int32_t Bits __attribute__((vector_size(LANES * sizeof(int32_t))));
 typedef uint32_t Wide __attribute__((vector_size(LANES * sizeof(uint32_t))));
 typedef uint16_t Halves __attribute__((vector_size(LANES * sizeof(uint16_t))));
 
+// What a register of this processor holds. Loops that live by keeping sums in registers use these: wider vectors compilers keep in memory.
+#if defined(__AVX512F__)
+constexpr int NATIVE = 16;
+#elif defined(__AVX__)
+constexpr int NATIVE = 8;
+#else
+constexpr int NATIVE = 4;
+#endif
+typedef float Native __attribute__((vector_size(NATIVE * sizeof(float))));
+
+static inline Native native(const float* at) {
+    Native value;
+    std::memcpy(&value, at, sizeof value);
+    return value;
+}
+
 static inline Lane loaded(const float* at) {
     Lane value;
     std::memcpy(&value, at, sizeof value);

@@ -38,6 +38,53 @@ void tile(const uint16_t* x, long x_stride, const W* panel, const float* scale, 
     for (int r = 0; r < ROWS; r++) finish((Lane)low[r], (Lane)high[r], scale, bias, y + r * y_stride, columns);
 }
 
+#elif defined(__AVX2__) && defined(__FMA__)
+
+// Eight pairs of neighbours in K: the first of each, and the second.
+inline void apart(const uint16_t* at, __m256& first, __m256& second) {
+    const __m256i both = _mm256_loadu_si256((const __m256i*)at);
+    first = _mm256_castsi256_ps(_mm256_slli_epi32(both, 16));
+    second = _mm256_castsi256_ps(_mm256_and_si256(both, _mm256_set1_epi32(0xffff0000)));
+}
+
+inline void apart(const int8_t* at, __m256& first, __m256& second) {
+    const __m256i both = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)at));
+    first = _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(both, 16), 16));
+    second = _mm256_cvtepi32_ps(_mm256_srai_epi32(both, 16));
+}
+
+// As many registers of eight columns at a time as leave room for what they are multiplied by; there are sixteen.
+template <int ROWS, typename W>
+void tile(const uint16_t* x, long x_stride, const W* panel, const float* scale, const float* bias, uint16_t* y, long y_stride, long k2,
+          int columns) {
+    constexpr int WIDE = 8, AT_ONCE = ROWS <= 2 ? 4 : 2;
+    alignas(64) float sums[ROWS][PANEL];
+    for (int begin = 0; begin < PANEL; begin += AT_ONCE * WIDE) {
+        __m256 sum[ROWS][AT_ONCE];
+        for (int r = 0; r < ROWS; r++)
+            for (int q = 0; q < AT_ONCE; q++) sum[r][q] = _mm256_setzero_ps();
+        for (long k = 0; k < k2; k++) {
+            const W* w = panel + (k * PANEL + begin) * 2;
+            for (int ahead = 0; ahead < int(AT_ONCE * WIDE * 2 * sizeof(W)); ahead += 64)
+                _mm_prefetch((const char*)(w + 16 * PANEL * 2) + ahead, _MM_HINT_T0);
+            __m256 first[AT_ONCE], second[AT_ONCE];
+            for (int q = 0; q < AT_ONCE; q++) apart(w + q * WIDE * 2, first[q], second[q]);
+            for (int r = 0; r < ROWS; r++) {
+                int32_t pair;
+                std::memcpy(&pair, x + r * x_stride + 2 * k, 4);
+                const __m256i of = _mm256_set1_epi32(pair);
+                const __m256 even = _mm256_castsi256_ps(_mm256_slli_epi32(of, 16));
+                const __m256 odd = _mm256_castsi256_ps(_mm256_and_si256(of, _mm256_set1_epi32(0xffff0000)));
+                for (int q = 0; q < AT_ONCE; q++) sum[r][q] = _mm256_fmadd_ps(even, first[q], sum[r][q]);
+                for (int q = 0; q < AT_ONCE; q++) sum[r][q] = _mm256_fmadd_ps(odd, second[q], sum[r][q]);
+            }
+        }
+        for (int r = 0; r < ROWS; r++)
+            for (int q = 0; q < AT_ONCE; q++) _mm256_store_ps(sums[r] + begin + q * WIDE, sum[r][q]);
+    }
+    for (int r = 0; r < ROWS; r++) finish(loaded(sums[r]), loaded(sums[r] + LANES), scale, bias, y + r * y_stride, columns);
+}
+
 #else
 
 inline float number(uint16_t bits) { return from_bf16(bits); }
@@ -176,6 +223,39 @@ void count_up(const uint8_t* x, long k4, const int8_t* panel, int32_t* sums) {
     for (int r = 0; r < ROWS; r++) {
         _mm512_storeu_si512(sums + r * PANEL, low[r]);
         _mm512_storeu_si512(sums + r * PANEL + 16, high[r]);
+    }
+}
+#elif defined(__AVX2__)
+// Products of 16 bits, two of which are added up exactly; of each output there are two sums until the end.
+template <int ROWS>
+void count_up(const uint8_t* x, long k4, const int8_t* panel, int32_t* sums) {
+    constexpr int WIDE = 8, AT_ONCE = ROWS == 1 ? 4 : ROWS == 2 ? 2 : 1;
+    for (int begin = 0; begin < PANEL; begin += AT_ONCE * WIDE) {
+        __m256i low[ROWS][AT_ONCE], high[ROWS][AT_ONCE];
+        for (int r = 0; r < ROWS; r++)
+            for (int q = 0; q < AT_ONCE; q++) low[r][q] = high[r][q] = _mm256_setzero_si256();
+        for (long k = 0; k < k4; k++) {
+            const int8_t* w = panel + (k * PANEL + begin) * 4;
+            __m256i first[AT_ONCE], second[AT_ONCE];
+            for (int q = 0; q < AT_ONCE; q++) {
+                first[q] = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)(w + q * WIDE * 4)));
+                second[q] = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)(w + q * WIDE * 4 + 16)));
+            }
+            for (int r = 0; r < ROWS; r++) {
+                int32_t four;
+                std::memcpy(&four, x + (r * k4 + k) * 4, 4);
+                const __m256i of = _mm256_cvtepu8_epi16(_mm_set1_epi32(four));
+                for (int q = 0; q < AT_ONCE; q++) {
+                    low[r][q] = _mm256_add_epi32(low[r][q], _mm256_madd_epi16(of, first[q]));
+                    high[r][q] = _mm256_add_epi32(high[r][q], _mm256_madd_epi16(of, second[q]));
+                }
+            }
+        }
+        for (int r = 0; r < ROWS; r++)
+            for (int q = 0; q < AT_ONCE; q++) {
+                const __m256i found = _mm256_permute4x64_epi64(_mm256_hadd_epi32(low[r][q], high[r][q]), 0xd8);
+                _mm256_storeu_si256((__m256i*)(sums + r * PANEL + begin + q * WIDE), found);
+            }
     }
 }
 #else

@@ -6,7 +6,7 @@
 
 #include "lanes.h"
 #include "pool.h"
-#if defined(__AVX512BF16__)
+#if defined(__AVX2__)
 #include <immintrin.h>
 #endif
 
@@ -94,7 +94,12 @@ inline void widen(const int8_t* codes, long count, uint16_t* to) {
 }
 #else
 inline void widen(const int8_t* codes, long count, uint16_t* to) {
-    for (long i = 0; i < count; i++) to[i] = to_bf16(float(codes[i]));
+    for (long i = 0; i < count; i++) {
+        const float value = codes[i];
+        uint32_t bits;
+        std::memcpy(&bits, &value, 4);
+        to[i] = uint16_t(bits >> 16);  // what is cut off is 0
+    }
 }
 #endif
 
