@@ -21,6 +21,7 @@ from fw.kinds.peft import adapters_are_off
 from fw.kinds.tensor_plan import TensorPlan
 from fw_models.hf_config import HFNames, write
 from fw_models.layers import Angles, Attention, AttentionShape, GatedMLP, RMSNorm, Rope, RopeScaling, ShiftedRMSNorm, positions, prepend
+from fw_models.layers.embedding import embedding
 
 
 @dataclass
@@ -149,7 +150,7 @@ class Decoder(CausalLM):
         self.vocab_size = vocab_size
         self.context = config.max_position_embeddings or sequence_length
         self.attention = attention
-        self.embed_tokens = nn.Embedding(vocab_size, config.hidden_size, padding_idx=config.pad_token_id)
+        self.embed_tokens = embedding(vocab_size, config.hidden_size, config.pad_token_id)
         self.layers = nn.ModuleList(self.block(layer) for layer in range(config.num_hidden_layers))
         self.norm = self.final_norm()
         self.register_parameter("prompt_embeddings", None)

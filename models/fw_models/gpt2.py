@@ -18,6 +18,7 @@ from fw.kinds.peft import adapters_are_off
 from fw.kinds.tensor_plan import TensorPlan
 from fw_models.hf_config import HFNames, write
 from fw_models.layers import ACTIVATIONS, positions, prepend
+from fw_models.layers.embedding import embedding
 
 
 @dataclass
@@ -153,8 +154,8 @@ class GPT2(CausalLM):
         self.vocab_size = vocab_size
         self.context = config.n_positions
         self.attention = attention
-        self.wte = nn.Embedding(vocab_size, config.n_embd)
-        self.wpe = nn.Embedding(config.n_positions, config.n_embd)
+        self.wte = embedding(vocab_size, config.n_embd)
+        self.wpe = embedding(config.n_positions, config.n_embd)
         self.h = nn.ModuleList(GPT2Block(config, layer, attention) for layer in range(config.n_layer))
         self.ln_f = nn.LayerNorm(config.n_embd, config.layer_norm_epsilon)
         self.register_parameter("prompt_embeddings", None)

@@ -52,6 +52,8 @@ class HFCausalLM(CausalLM):
     wants to avoid logits of a whole batch needs a reference model. What a mixture of experts adds to its loss is not added.
     """
 
+    shows_hidden_states = False
+
     def __init__(self, make: Callable[[torch.dtype], Any]) -> None:
         """``make`` builds the model of transformers in a dtype."""
         super().__init__()

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 
 from fw import registry
@@ -159,7 +158,7 @@ def save_model(
             return quantized[name]
         tensor = tensors[name].tensor
         assert isinstance(tensor, Tensor)
-        return tensors[name].whole(tensor.full_tensor() if isinstance(tensor, DTensor) else tensor)
+        return tensors[name].whole(tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor)
 
     config = {**model.hf_config(), "dtype": str(next(iter(tensors.values())).dtype).removeprefix("torch.")}
     if quantized:

@@ -32,7 +32,7 @@ def plugin_for(directory: Path, config: Mapping[str, Any], changes: Mapping[str,
         readable = ", ".join(sorted(known))
         raise UserError(
             f"{place}: no model plugin reads model_type '{model_type}'{did_you_mean(model_type, known)} (there are: {readable});"
-            f" with transformers installed, model: {{name: hf, path: {directory}}} runs its own code"
+            f" with transformers installed, model: {{name: hf, path: {directory}}} trains it by its own code"
         )
     if len(names) > 1:
         raise UserError(f"{place}: several model plugins read model_type '{model_type}': {', '.join(names)}; uninstall all but one")
