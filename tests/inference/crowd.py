@@ -16,8 +16,10 @@ import tokens
 from fw.config import InferenceSection
 from fw.inference.adapters import Adapter, Adapters
 from fw.inference.cached import Piece
-from fw.inference.engine import Engine, Reads, Result
+from fw.inference.engine import Engine, Reads
 from fw.inference.options import Sampling
+from fw.inference.results import Result
+from fw.inference.scheduler import Scheduler
 from fw.kinds.kv_cache import KVNeeds
 from fw.kinds.model import KVShape
 from fw_plugins.kv_cache.blocks import BlockPool
@@ -52,8 +54,12 @@ class Arithmetic:
         self.cache = cache
         self.most = 0
         self.computed = 0
+        self.scheduler: Scheduler
 
     def run(self, pieces: Sequence[Piece]) -> list[Tensor]:
+        if self.scheduler.waiting:
+            first, last = self.scheduler.waiting[0], self.scheduler.running[-1]
+            assert first.request.priority >= last.request.priority, "who goes first does not wait for who goes last"
         self.cache.begin([piece.stretch for piece in pieces])
         tokens = [offset(piece.adapter) + token for piece in pieces for token in piece.tokens]
         tokens_T = torch.tensor(tokens, dtype=torch.float32)[:, None, None]
@@ -86,6 +92,7 @@ class Crowd:
         for name in ADAPTERS:
             adapters.load(name, "")
         self.engine = Engine(self.runner, self.cache, section, _TOKENIZER, context, VOCABULARY, frozenset([END]), Reads(0, 0), adapters)
+        self.runner.scheduler = self.engine.scheduler
         self.asked: dict[str, tuple[list[int], Sampling]] = {}
         self.results: dict[str, Result] = {}
         self.offsets: dict[str, int] = {}

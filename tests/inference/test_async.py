@@ -9,8 +9,8 @@ import pytest
 
 import fw
 from fw.errors import UserError
-from fw.inference.engine import Delta, Result
 from fw.inference.llm import LLM
+from fw.inference.results import Delta, Result
 
 PROMPTS = ["abc", "hello there", "x", "some longer words", "q"] * 4
 GREEDY = {"max_tokens": 12, "temperature": 0, "ignore_eos": True}

@@ -114,8 +114,11 @@ def test_lines_of_both_formats(llm, tmp_path):
     assert all(len(one["top_logprobs"]) == 2 for one in content)
     text = found[6]["response"]["body"]["choices"][0]
     (plain,) = llm.generate("who", temperature=0, max_tokens=4)
-    assert text["text"] == "who" + plain.text and text["logprobs"]["token_logprobs"] == pytest.approx(plain.logprobs, abs=1e-5)
-    assert text["logprobs"]["text_offset"] == [0, 1, 2, 3]
+    (prompt,) = llm.generate("who", max_tokens=0, prompt_logprobs=0)
+    first, *rest = text["logprobs"]["token_logprobs"]
+    assert text["text"] == "who" + plain.text and first is None
+    assert rest == pytest.approx([*prompt.prompt_logprobs, *plain.logprobs], abs=1e-5)
+    assert text["logprobs"]["text_offset"] == list(range(len(text["text"])))
     assert progress.tokens == sum(len(found[n]["token_ids"]) for n in (2, 3, 4)) + 3 + 7 + 4
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -200,3 +203,11 @@ def test_what_cannot_be_asked(llm):
     with pytest.raises(UserError, match="prompt 1: the prompt has no tokens"):
         llm.generate(["abc", ""])
     assert not len(llm.engine), "nothing is left of what was refused"
+
+
+def test_what_trains_is_not_imported(directory):
+    """It takes seconds, which a server that begins has better uses for."""
+    code = f"import fw, sys; fw.LLM({str(directory)!r}); print(sorted({{'pytorch_lightning', 'transformers'}} & {{*sys.modules}}))"
+    fresh = {**os.environ, "PYTHONHASHSEED": "0"}  # a process that begins from nothing, and not from what tests have imported
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=fresh)
+    assert found.stdout.splitlines()[-1] == "[]"

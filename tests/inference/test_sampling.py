@@ -114,7 +114,7 @@ def test_bias_and_the_least_number_of_tokens():
         ({"n": 3, "best_of": 2}, "best_of: 2 is not at least 3"),
         ({"min_tokens": 9, "max_tokens": 3}, "min_tokens: 9 is more than max_tokens 3"),
         ({"stop": [""]}, "an empty text ends every answer"),
-        ({"max_tokens": 0}, "max_tokens: 0 is not at least 1"),
+        ({"max_tokens": -1}, "max_tokens: -1 is not at least 0"),
     ],
 )
 def test_what_cannot_be_asked_for(settings, said):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -133,6 +135,44 @@ def test_priorities():
         crowd.add(key, [7, 8], priority, max_tokens=3)
     crowd.settle()
     assert list(crowd.results) == ["urgent", "a", "b", "idle"]
+
+
+@pytest.mark.parametrize("blocks, n", [(40, 1), (11, 1), (40, 2)])
+def test_who_goes_first_takes_the_place_of_who_goes_last(blocks, n):
+    """Where there is neither a seat nor room, and at once; whoever gave way goes on later where it was."""
+    crowd = Crowd(blocks=blocks, max_sequences=2, step_tokens=40)
+    for key in "ab":
+        crowd.add(key, [ord(key) % 20 + 3] * 10, priority=1, max_tokens=9, ignore_eos=True)
+    for _ in range(3):
+        crowd.step()
+    crowd.add("urgent", [7] * 10, max_tokens=4, ignore_eos=True, n=n)
+    for _ in range(4):
+        crowd.step()
+    assert list(crowd.results) == ["urgent"]
+    assert crowd.engine.scheduler.preemptions == n
+    crowd.settle()
+    assert list(crowd.results) == ["urgent", "a", "b"]
+    assert crowd.engine.scheduler.prompt_tokens == 30, "each of them counts once"
+
+
+@pytest.mark.parametrize("aborted", [False, True])
+def test_nothing_is_left_of_a_request_that_has_ended(aborted):
+    """At once, though nobody collects garbage: circles of thousands of requests would be megabytes."""
+    crowd = Crowd(blocks=40, max_sequences=4, step_tokens=40)
+    gc.disable()
+    try:
+        for number in range(6):
+            crowd.add(str(number), [7] * 10, max_tokens=4, n=1 + number % 2)
+        there = [weakref.ref(request) for request in crowd.engine._requests.values()]
+        there += [weakref.ref(answer) for request in crowd.engine._requests.values() for answer in request.answers]
+        if aborted:
+            crowd.step()
+            for number in range(6):
+                crowd.abort(str(number))
+        crowd.settle()
+        assert len(crowd.results) == 6 and not [ref for ref in there if ref() is not None]
+    finally:
+        gc.enable()
 
 
 def test_what_is_refused_at_once():

@@ -8,6 +8,7 @@ from fw.config.load import Config, layered, load, overridden
 from fw.config.origin import DEFAULT, Origin
 from fw.config.schema import check_interpolations, fill, interpolated, options_of
 from fw.config.sections import ASKED_FOR, LaunchSection, LoaderSection, MemorySection, TrainSection
+from fw.config.serve import ServeSection
 from fw.config.size import format_size, parse_size
 from fw.config.yaml_source import dump as to_yaml
 
@@ -20,6 +21,7 @@ __all__ = [
     "LoaderSection",
     "MemorySection",
     "Origin",
+    "ServeSection",
     "TrainSection",
     "check_interpolations",
     "fill",

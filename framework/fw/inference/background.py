@@ -8,8 +8,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import TypeVar
 
-from fw.inference.engine import Delta, Engine, Result
+from fw.inference.engine import Engine
 from fw.inference.options import Sampling
+from fw.inference.results import Delta, Result
 
 Told = Delta | Result | BaseException
 """What becomes of a request: what each step adds, and in the end its result, or why there is none."""

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from fw.errors import UserError
-from fw.inference.engine import Result
 from fw.inference.llm import LLM
 from fw.inference.openai import Asked, answered, asked
 from fw.inference.options import Sampling
+from fw.inference.results import Result
 
 _AHEAD = 2
 """Times as many requests as run at once are read ahead."""
@@ -116,7 +116,12 @@ def _answer(
             deltas, results = llm.engine.step()
             progress.tokens += sum(delta.token is not None for delta in deltas)
             for result in results:
-                _write(out, _told(llm, running.pop(result.key), result, model))
+                line = running.pop(result.key)
+                if result.error:
+                    progress.failed += 1
+                    _write(out, _refused(line.number, line.given, json.dumps(line.given), result.error))
+                else:
+                    _write(out, _told(llm, line, result, model))
                 progress.done += 1
             tell(progress)
     finally:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,12 +55,14 @@ class Piece:
     Attributes:
         wanted: positions, from the stretch's start on.
         adapter: that the tokens are computed with.
+        hidden: positions likewise, whose hidden states are wanted, and no logits.
     """
 
     stretch: Stretch
     tokens: Sequence[int]
     wanted: range
     adapter: Adapter | None = None
+    hidden: range = range(0)
 
 
 class Runner:
@@ -105,30 +107,35 @@ class Runner:
         return head if tied is None else lambda x_D: head.capped(tied(x_D))
 
     def run(self, pieces: Sequence[Piece]) -> list[Tensor]:
-        """Logits ``[wanted, V]`` of each, in fp32, which are there until the next step. Keys and values of all tokens are in the cache
-        afterwards."""
+        """Logits ``[wanted, V]`` of each in fp32, or hidden states ``[hidden, D]`` where these are wanted, which are there until the next
+        step. Keys and values of all tokens are in the cache afterwards."""
         with torch.inference_mode(), self._ranks.step(pieces):
             return self._run(pieces)
 
     def _run(self, pieces: Sequence[Piece]) -> list[Tensor]:
         self._adapters.serve([piece.adapter for piece in pieces for _ in piece.tokens])
-        plain = all(piece.adapter is None for piece in pieces)
+        plain = all(piece.adapter is None and not piece.hidden for piece in pieces)
         if plain and self.steady is not None and (logits_RV := self.steady.run(pieces)) is not None:
             return list(logits_RV.split([len(piece.wanted) for piece in pieces]))
         tokens = [token for piece in pieces for token in piece.tokens]
         at = [position for piece in pieces for position in range(piece.stretch.start, piece.stretch.end)]
-        rows, begin = [], 0
+        rows, hidden, begin = [], [], 0
         for piece in pieces:
             rows += [begin + row for row in piece.wanted]
+            hidden.append([begin + row for row in piece.hidden])
             begin += piece.stretch.length
         self._cache.begin([piece.stretch for piece in pieces])
         wanted_R = torch.tensor(rows, dtype=torch.int64, device=self._device)
         ids_1T, positions_1T = (torch.tensor([these], device=self._device) for these in (tokens, at))
-        logits_RV = self._logits(ids_1T, positions_1T, wanted_R)
-        return list(logits_RV.split([len(piece.wanted) for piece in pieces]))
+        states: list[Tensor] = []
+        logits_RV = self._logits(ids_1T, positions_1T, wanted_R, states.append if any(hidden) else None)
+        found = list(logits_RV.split([len(piece.wanted) for piece in pieces]))
+        return [states[0][0, rows].float() if rows else logits for rows, logits in zip(hidden, found, strict=True)]
 
-    def _logits(self, ids_1T: Tensor, positions_1T: Tensor, wanted_R: Tensor) -> Tensor:
+    def _logits(self, ids_1T: Tensor, positions_1T: Tensor, wanted_R: Tensor, see: Callable[[Tensor], None] | None = None) -> Tensor:
         def readout(x_1TD: Tensor, head: Head, auxiliary: Tensor | None) -> Tensor:
+            if see is not None:
+                see(x_1TD)
             if not len(wanted_R):
                 return x_1TD.new_empty(0, 0)
             logits_RV = self._through(head)(x_1TD[0, wanted_R]).float()

@@ -15,97 +15,15 @@ from fw.errors import UserError
 from fw.inference.adapters import Adapters
 from fw.inference.cached import Piece, Runner
 from fw.inference.options import Sampling
+from fw.inference.results import Completion, Delta, FinishReason, Pooling, Result
 from fw.inference.sampling import choose, gathered
 from fw.inference.scheduler import Scheduler
-from fw.inference.sequence import Answer, FinishReason, Logprobs, Request
+from fw.inference.sequence import Answer, Logprobs, Request
 from fw.inference.speculation import Guesser
 from fw.inference.structure import Structure
 from fw.inference.text import AnswerText
 from fw.kinds.kv_cache import KVCache, Stretch
 from fw.tokenizer import Tokenizer
-
-
-@dataclass(frozen=True)
-class Delta:
-    """What a step has added to an answer.
-
-    Attributes:
-        text: that is certain now; often empty.
-        token: that was generated; None where the answer ended otherwise.
-        logprob: of the token, under the model itself; None where nobody asked.
-    """
-
-    key: str
-    index: int
-    text: str
-    token: int | None
-    logprob: float | None
-    finish_reason: FinishReason | None
-
-
-@dataclass(frozen=True)
-class Completion:
-    """An answer.
-
-    Attributes:
-        text: without special tokens, and without what ended it.
-        token_ids: all that were generated, the one that ended it included.
-        logprobs: of these, under the model itself; empty where none were asked for.
-        top_logprobs: in the place of each, the likeliest by id; empty where none were asked for.
-        finish_reason: ``stop`` at the model's own end or one that was asked for, ``length`` at the most tokens, ``abort``.
-        stopped_by: the text or id that ended it; None for the model's own end.
-    """
-
-    index: int
-    text: str
-    token_ids: list[int]
-    logprobs: list[float]
-    top_logprobs: list[dict[int, float]]
-    finish_reason: FinishReason
-    stopped_by: str | int | None = None
-
-
-@dataclass(frozen=True)
-class Result:
-    """What came of a request; of several answers, the likeliest first.
-
-    Attributes:
-        prompt_token_ids: of the prompt.
-        prompt_logprobs: of its tokens from the second on, where they were asked for; likewise ``prompt_top_logprobs``.
-        cached_tokens: of the prompt, that others had computed.
-    """
-
-    key: str
-    prompt_token_ids: list[int]
-    completions: list[Completion]
-    prompt_logprobs: list[float]
-    prompt_top_logprobs: list[dict[int, float]]
-    cached_tokens: int
-
-    @property
-    def text(self) -> str:
-        """Of the first answer."""
-        return self.completions[0].text
-
-    @property
-    def token_ids(self) -> list[int]:
-        """Of the first answer."""
-        return self.completions[0].token_ids
-
-    @property
-    def logprobs(self) -> list[float]:
-        """Of the first answer."""
-        return self.completions[0].logprobs
-
-    @property
-    def top_logprobs(self) -> list[dict[int, float]]:
-        """Of the first answer."""
-        return self.completions[0].top_logprobs
-
-    @property
-    def finish_reason(self) -> FinishReason:
-        """Of the first answer."""
-        return self.completions[0].finish_reason
 
 
 @dataclass(frozen=True)
@@ -132,6 +50,7 @@ class Engine:
         adapters: that requests may ask for.
         guesser: of what comes next; None where nobody guesses.
         threads: is entered for each step: how many threads there are meanwhile.
+        shows_hidden_states: whether the model does, so that prompts have embeddings.
     """
 
     def __init__(
@@ -147,14 +66,16 @@ class Engine:
         adapters: Adapters,
         guesser: Guesser | None = None,
         threads: Callable[[], AbstractContextManager[None]] = nullcontext,
+        shows_hidden_states: bool = True,
     ) -> None:
         self.runner, self._options, self._tokenizer = runner, options, tokenizer
-        self.context, self._vocab_size, self._ends = context, vocab_size, ends
+        self.context, self.vocab_size, self.ends = context, vocab_size, ends
         self.scheduler = Scheduler(cache, options)
         self._structure = Structure(tokenizer, vocab_size, ends)
         self.reads, self.read_bytes = reads, 0
         self.guesses, self.right_guesses = 0, 0
         self.adapters, self.guesser, self._threads = adapters, guesser, threads
+        self._shows_hidden_states = shows_hidden_states
         self._requests: dict[str, Request] = {}
         self._texts: dict[int, AnswerText] = {}
         self._arrivals, self._numbers = count(), count()
@@ -163,7 +84,15 @@ class Engine:
         """Requests that are not ended."""
         return len(self._requests)
 
-    def add(self, key: str, prompt: Sequence[int], sampling: Sampling, priority: int = 0, adapter: str | None = None) -> None:
+    def add(
+        self,
+        key: str,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        priority: int = 0,
+        adapter: str | None = None,
+        pooling: Pooling | None = None,
+    ) -> None:
         """A request, which runs from the next step on that has room.
 
         Args:
@@ -171,29 +100,44 @@ class Engine:
             prompt: ids, one at least.
             priority: lower goes first.
             adapter: by its name.
+            pooling: instead of an answer give the prompt's embedding, made of its hidden states so.
 
         Raises:
-            UserError: the prompt is too long, empty, or has ids that the model does not; more is asked for than ever fits, or an adapter
-                that is not loaded.
+            UserError: the prompt is too long, empty, or has ids that the model does not; more is asked for than ever fits, an adapter
+                that is not loaded, or hidden states of a model that has none to show.
         """
         assert key not in self._requests, "keys are of one request each"
         if not prompt:
             raise UserError("the prompt has no tokens; a model needs one at least, its beginning of a text for one")
-        if len(prompt) >= self.context:
+        if pooling is not None:
+            sampling = Sampling(max_tokens=0, logprobs=None)
+            if not self._shows_hidden_states:
+                raise UserError("hidden states of this model are not to be had, so it gives no embeddings; those of fw's own models are")
+        if len(prompt) >= self.context + (sampling.max_tokens == 0):
             raise UserError(f"the prompt has {len(prompt)} tokens, and prompt and answer together at most {self.context}")
         for what, ids in (
             ("the prompt", prompt),
             ("logit_bias", sampling.logit_bias),
             ("stop_token_ids", sampling.stop_token_ids),
         ):
-            if strange := [token for token in ids if not 0 <= token < self._vocab_size]:
-                raise UserError(f"{what} has token {strange[0]}, and the model has {self._vocab_size}")
+            if strange := [token for token in ids if not 0 <= token < self.vocab_size]:
+                raise UserError(f"{what} has token {strange[0]}, and the model has {self.vocab_size}")
         if sampling.drawn > self._options.max_sequences:
             raise UserError(f"{sampling.drawn} answers are more than run at once, inference.max_sequences: {self._options.max_sequences}")
-        limit = min(self.context - len(prompt), sampling.max_tokens or self.context)
+        limit = self.context - len(prompt)
+        if sampling.max_tokens is not None:
+            limit = min(limit, sampling.max_tokens)
         chosen = None if adapter is None else self.adapters.find(adapter)
         request = Request(
-            key, list(prompt), sampling, priority, next(self._arrivals), limit, adapter=chosen, form=self._structure.form(sampling)
+            key,
+            list(prompt),
+            sampling,
+            priority,
+            next(self._arrivals),
+            limit,
+            adapter=chosen,
+            form=self._structure.form(sampling),
+            pooling=pooling,
         )
         self._requests[key] = request
         first = self._answer(request, 0)
@@ -224,15 +168,22 @@ class Engine:
         self.read_bytes += self.reads.step_bytes + int(self.reads.token_bytes * sum(stretch.end for _, stretch in taken))
         ready: list[tuple[Answer, Tensor]] = []
         guessed: list[tuple[Answer, Tensor]] = []
+        ended_at_once: list[Answer] = []
         for (answer, stretch), rows_RV in zip(taken, logits, strict=True):
-            if answer.request.wants_prompt:
+            if answer.request.pooling is not None:
+                _pool(answer.request, rows_RV, begins=stretch.start == 0)
+            elif answer.request.wants_prompt:
                 _tell_prompt(answer.request, stretch, rows_RV)
-            if answer.remaining == 0:
+            if answer.remaining == 0 and answer.request.limit == 0:
+                ended_at_once += self._all_of(answer)
+            elif answer.remaining == 0:
                 guesses = stretch.end - answer.computed
                 ready += [(each, rows_RV[-1 - guesses]) for each in self._all_of(answer)]
                 guessed += [(answer, rows_RV[-guesses:])] if guesses else []
         deltas = self._chosen(ready) if ready else []
         deltas += self._checked(guessed)
+        for each in ended_at_once:
+            deltas.append(Delta(each.request.key, each.index, self._finish(each, "length"), None, None, "length"))
         self._guess([answer for answer, _ in ready])
         ended = [self._requests[key] for key in dict.fromkeys(d.key for d in deltas if d.finish_reason)]
         results = [self._ended(request) for request in ended if all(a.finish_reason for a in request.answers)]
@@ -275,7 +226,7 @@ class Engine:
                 generator.manual_seed(hash((sampling.seed, index)) % (1 << 63))
         answer = Answer(request, next(self._numbers), index, list(request.prompt), generator)
         answer.form = None if request.form is None else request.form.copy()
-        self._texts[answer.number] = AnswerText(self._tokenizer, sampling.stop, sampling.min_tokens)
+        self._texts[answer.number] = AnswerText(self._tokenizer, sampling.stop, sampling.min_tokens, sampling.skip_special_tokens)
         request.answers.append(answer)
         return answer
 
@@ -289,7 +240,7 @@ class Engine:
         known = [answer.request.sampling for answer in answers]
         asked = [row for row, sampling in enumerate(known) if sampling.logprobs is not None or sampling.best_of is not None]
         logits_BV, own_AV = gathered([row_V for _, row_V in ready], asked)
-        tokens = choose(logits_BV, answers, self._ends)
+        tokens = choose(logits_BV, answers, self.ends)
         first: dict[str, Answer] = {}
         for row, (answer, token) in enumerate(zip(answers, tokens, strict=True)):
             if row in own_AV:
@@ -304,25 +255,31 @@ class Engine:
         """What a new token means for its answer."""
         sampling, text = answer.request.sampling, self._texts[answer.number]
         asked = token in sampling.stop_token_ids
-        ends = answer.generated >= sampling.min_tokens and (asked or (token in self._ends and not sampling.ignore_eos))
+        ends = answer.generated >= sampling.min_tokens and (asked or (token in self.ends and not sampling.ignore_eos))
         if answer.form is not None:
-            ends = ends or token in self._ends
+            ends = ends or token in self.ends
             if not ends:
-                answer.form.take(token)
+                try:
+                    answer.form.take(token)
+                except UserError as error:  # nobody else's answer ends with it
+                    answer.request.error = str(error)
         more = "" if ends else text.push(token)
         reason: FinishReason | None = None
         if ends:
             reason, answer.stopped_by = "stop", token if asked else None
+        elif answer.request.error is not None:
+            reason = "abort"
         elif text.stopped_by is not None:
             reason, answer.stopped_by = "stop", text.stopped_by
         elif answer.form is not None and answer.form.ended:
             reason = "stop"
         elif answer.generated >= answer.request.limit:
             reason = "length"
+        if reason is not None:
+            more += self._finish(answer, reason)
         logprob = answer.logprobs.chosen[-1] if sampling.logprobs is not None else None
-        if reason is None:
-            return Delta(answer.request.key, answer.index, more, token, logprob, None)
-        return Delta(answer.request.key, answer.index, more + self._finish(answer, reason), token, logprob, answer.finish_reason)
+        top = answer.logprobs.top[-1] if sampling.logprobs else {}
+        return Delta(answer.request.key, answer.index, more, token, logprob, answer.finish_reason, top)
 
     def _finish(self, answer: Answer, reason: FinishReason) -> str:
         """The rest of its text, which may hold what ends it yet."""
@@ -350,17 +307,40 @@ class Engine:
             completions.append(Completion(index, text, answer.own, asked.chosen, asked.top, answer.finish_reason, answer.stopped_by))
         for answer in request.answers:
             del self._texts[answer.number]
+        request.answers = []  # which know the request, too: without a circle both are gone at once, and not when somebody collects garbage
         prompt = request.prompt_logprobs
-        return Result(request.key, request.prompt, completions, prompt.chosen, prompt.top, request.cached)
+        return Result(
+            request.key, request.prompt, completions, prompt.chosen, prompt.top, request.cached, _embedding(request), request.error
+        )
 
 
 def _piece(answer: Answer, stretch: Stretch) -> Piece:
     """All rows where log-probabilities of the prompt are wanted, else the last one where it is the last of all."""
     last = stretch.end >= len(answer.tokens)
     guesses = max(0, stretch.end - len(answer.tokens))
-    wanted = range(0 if answer.request.wants_prompt else stretch.length - last - guesses, stretch.length)
     tokens = [*answer.tokens[stretch.start : stretch.end], *answer.guessed[:guesses]]
+    if (pooling := answer.request.pooling) is not None:
+        first = 0 if pooling == "mean" else stretch.length - last
+        return Piece(stretch, tokens, range(0), answer.request.adapter, range(first, stretch.length))
+    wanted = range(0 if answer.request.wants_prompt else stretch.length - last - guesses, stretch.length)
     return Piece(stretch, tokens, wanted, answer.request.adapter)
+
+
+def _pool(request: Request, rows_RD: Tensor, begins: bool) -> None:
+    """Hidden states of a stretch's tokens, as many as are wanted."""
+    if not rows_RD.numel():
+        return
+    if begins or request.hidden_D is None or request.pooling == "last":
+        request.hidden_D = rows_RD.sum(0)
+    else:
+        request.hidden_D += rows_RD.sum(0)
+
+
+def _embedding(request: Request) -> list[float]:
+    if request.hidden_D is None:
+        return []
+    mean_D = request.hidden_D / (len(request.prompt) if request.pooling == "mean" else 1)
+    return mean_D.tolist()
 
 
 def _tell_prompt(request: Request, stretch: Stretch, rows_RV: Tensor) -> None:

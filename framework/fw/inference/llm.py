@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
 from contextlib import suppress
 from itertools import count
@@ -14,15 +13,14 @@ from tqdm import tqdm
 
 from fw.config import Config
 from fw.config.origin import Origin
-from fw.errors import UserError, did_you_mean
+from fw.errors import UserError
+from fw.inference import asking
+from fw.inference.asking import Prompt
 from fw.inference.background import Background, Told
-from fw.inference.engine import Delta, Result
-from fw.inference.load import load
+from fw.inference.load import load, weight_bytes
 from fw.inference.options import Sampling
+from fw.inference.results import Delta, Pooling, Result
 from fw.recipe.inference import INFERENCE, InferenceRecipe, resolve_inference
-
-Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
-"""Text, token ids, or a conversation as messages with ``role`` and ``content``."""
 
 
 class LLM:
@@ -57,16 +55,17 @@ class LLM:
         self._begin(path, recipe, adapter)
 
     @classmethod
-    def of(cls, path: str | Path, recipe: InferenceRecipe, adapter: str | Path | None = None) -> LLM:
-        """As a recipe says."""
+    def of(cls, path: str | Path, recipe: InferenceRecipe, adapter: str | Path | None = None, say: Callable[[str], None] = print) -> LLM:
+        """As a recipe says; ``say`` is told what was changed of it."""
         made = cls.__new__(cls)
-        made._begin(path, recipe, adapter)
+        made._begin(path, recipe, adapter, say)
         return made
 
-    def _begin(self, path: str | Path, recipe: InferenceRecipe, adapter: str | Path | None) -> None:
-        loaded = load(path, recipe, adapter)
+    def _begin(self, path: str | Path, recipe: InferenceRecipe, adapter: str | Path | None, say: Callable[[str], None] = print) -> None:
+        loaded = load(path, recipe, adapter, say)
         self.engine, self.tokenizer, self.model, self.defaults = loaded.engine, loaded.tokenizer, loaded.model, loaded.defaults
         self.kv_budget_bytes, self.device, self.ranks = loaded.kv_budget_bytes, loaded.device, loaded.ranks
+        self.architecture = loaded.architecture
         self._keys = count()
         self._background: Background | None = None
 
@@ -79,11 +78,17 @@ class LLM:
         Raises:
             UserError: one that is not known, or a wrong value.
         """
-        names = [field.name for field in dataclasses.fields(Sampling)]
-        for name in settings:
-            if name not in names:
-                raise UserError(f"a request has no '{name}'{did_you_mean(name, names)} (it has: {', '.join(names)})")
-        return dataclasses.replace(self.defaults, **settings)
+        return asking.sampling(self.defaults, settings)
+
+    @property
+    def adapters(self) -> list[str]:
+        """Names of those that requests may ask for."""
+        return self.engine.adapters.names
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of the model's weights in memory, of this rank."""
+        return weight_bytes(self.model)
 
     def load_adapter(self, name: str, directory: str | Path) -> None:
         """From now on requests may ask for the adapter of a directory, of fw's or peft's, by this name, each for itself.
@@ -113,13 +118,7 @@ class LLM:
         Raises:
             UserError: it is none of these, or the tokenizer has no chat template.
         """
-        if isinstance(prompt, str):
-            return self.tokenizer.encode(prompt)
-        if isinstance(prompt, Sequence) and all(isinstance(item, int) for item in prompt):
-            return list(prompt)  # type: ignore[arg-type]
-        if isinstance(prompt, Sequence) and all(isinstance(item, Mapping) for item in prompt):
-            return self.tokenizer.apply_chat_template(prompt, add_generation_prompt=True)  # type: ignore[arg-type]
-        raise UserError("a prompt is a text, a list of token ids, or a list of messages with role and content")
+        return asking.encode(self.tokenizer, prompt)
 
     def generate(
         self,
@@ -168,7 +167,31 @@ class LLM:
             for key in keys:
                 self.engine.abort(key)
             raise
+        if failed := [number for number, key in enumerate(keys) if found[key].error]:
+            raise UserError(f"prompt {failed[0]}: {found[keys[failed[0]]].error}")
         return [found[key] for key in keys]
+
+    def embed(self, prompts: Prompt | Sequence[Prompt], pooling: Pooling = "mean", *, adapter: str | None = None) -> list[list[float]]:
+        """Hidden states of each prompt, behind the last norm, as one: ``[D]`` each.
+
+        Args:
+            pooling: their mean, or the last token's.
+
+        Raises:
+            UserError: a prompt that is too long or empty, or a model that does not show them.
+        """
+        self._alone()
+        none, asked = Sampling(max_tokens=0, logprobs=None), [f"prompt {next(self._keys)}" for _ in _many(prompts)]
+        found: dict[str, Result] = {}
+        try:
+            for key, prompt in zip(asked, _many(prompts), strict=True):
+                self.engine.add(key, self.encode(prompt), none, adapter=adapter, pooling=pooling)
+            while len(found) < len(asked):
+                found |= {result.key: result for result in self.engine.step()[1] if result.key in asked}
+        finally:
+            for key in asked:
+                self.engine.abort(key)
+        return [list(found[key].embedding) for key in asked]
 
     def stream(
         self, prompt: Prompt, sampling: Sampling | None = None, *, adapter: str | None = None, **settings: Any
@@ -185,8 +208,11 @@ class LLM:
             ended = False
             while not ended:
                 deltas, results = self.engine.step()
-                ended = any(result.key == key for result in results)
                 yield from (delta for delta in deltas if delta.key == key)
+                own = [result for result in results if result.key == key]
+                ended = bool(own)
+                if own and own[0].error:
+                    raise UserError(own[0].error)
         finally:
             self.engine.abort(key)
 
@@ -216,6 +242,8 @@ class LLM:
                 each = await told.get()
                 if isinstance(each, BaseException):
                     raise each
+                if isinstance(each, Result) and each.error:
+                    raise UserError(each.error)
                 yield each
                 if isinstance(each, Result):
                     return

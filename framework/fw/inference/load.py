@@ -38,6 +38,7 @@ class Loaded:
 
     Attributes:
         ranks: that have parts of it, to be closed; None where nobody else has.
+        architecture: as config.json names it; empty where it does not.
         defaults: how tokens are chosen where a request does not say; ``generation_config.json``'s, where there is one.
     """
 
@@ -47,6 +48,7 @@ class Loaded:
     defaults: Sampling
     kv_budget_bytes: int
     device: torch.device
+    architecture: str = ""
     ranks: First | None = None
 
 
@@ -91,9 +93,11 @@ def _loaded(prepared: Prepared, recipe: InferenceRecipe, tokenizer: Tokenizer, r
         own.adapters,
         _guesser(prepared, recipe),
         partial(_threads, prepared.own_threads, None if ranks is None else ranks.threads),
+        own.model.shows_hidden_states,
     )
     chosen = {name: generation[name] for name in _CHOICE if generation.get(name) is not None} if generation.get("do_sample") else {}
-    return Loaded(engine, tokenizer, own.model, Sampling(**chosen), prepared.kv_budget, prepared.device, ranks)
+    architecture = next(iter(prepared.config.get("architectures") or ()), "")
+    return Loaded(engine, tokenizer, own.model, Sampling(**chosen), prepared.kv_budget, prepared.device, architecture, ranks)
 
 
 @contextmanager
@@ -136,8 +140,13 @@ def _read_by_each_step(model: CausalLM) -> int:
     if model.active_parameters() != sum(parameter.numel() for parameter in model.parameters()):
         return 0
     looked_up = {id(model.own_embedding.weight)} if model.own_embedding is not None else set()
+    return weight_bytes(model) - sum(parameter.nbytes for parameter in model.parameters() if id(parameter) in looked_up)
+
+
+def weight_bytes(model: CausalLM) -> int:
+    """Of all weights, packed or not."""
     packed = sum(module.weight_bytes for module in model.modules() if isinstance(module, PackedLinear))
-    return packed + sum(parameter.nbytes for parameter in model.parameters() if id(parameter) not in looked_up)
+    return packed + sum(parameter.nbytes for parameter in model.parameters())
 
 
 def _tokenizer(path: str | Path, base: Path) -> Tokenizer:

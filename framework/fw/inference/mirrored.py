@@ -27,6 +27,11 @@ class Mirrored(KVCache):
         """Of this one."""
         return self._cache.live_bytes
 
+    @property
+    def used_bytes(self) -> int:
+        """Of this one."""
+        return self._cache.used_bytes
+
     def reserve(self, sequence: int, start: int, end: int) -> bool:
         """On all; they are as full."""
         self._tell(("reserve", sequence, start, end))

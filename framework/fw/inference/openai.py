@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import codecs
+import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any
 
 from fw.errors import UserError, did_you_mean
-from fw.inference.engine import Completion, Result
-from fw.inference.llm import LLM, Prompt
+from fw.inference.asking import Model, Prompt, sampling
 from fw.inference.options import Sampling
+from fw.inference.results import Completion, Result
+from fw.tokenizer import Tokenizer
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 _SAME = (
@@ -27,6 +31,7 @@ _SAME = (
     "repetition_penalty",
     "min_tokens",
     "ignore_eos",
+    "skip_special_tokens",
     "stop_token_ids",
     "logit_bias",
     "prompt_logprobs",
@@ -55,7 +60,7 @@ class Asked:
     adapter: str | None = None
 
 
-def asked(llm: LLM, url: str, body: Mapping[str, Any]) -> Asked:
+def asked(model: Model, url: str, body: Mapping[str, Any]) -> Asked:
     """Understand a body.
 
     Raises:
@@ -73,20 +78,26 @@ def asked(llm: LLM, url: str, body: Mapping[str, Any]) -> Asked:
     for name in ("max_tokens", "max_completion_tokens"):
         if name in rest:
             settings["max_tokens"] = rest.pop(name)
+    if settings.get("top_k") == -1:  # vLLM's word for all
+        settings["top_k"] = 0
+    if settings.get("top_p") == 0:  # OpenAI's word for the likeliest alone
+        settings["top_p"] = sys.float_info.min
     if "max_tokens" not in settings:
         settings["max_tokens"] = None if chat else 16
     settings["logprobs"] = _logprobs(rest, chat)
     settings |= _form(rest.pop("response_format", None))
     if not chat and "best_of" in rest:
         settings["best_of"] = rest.pop("best_of")
-    echo = bool(rest.pop("echo", False)) and not chat
+    echo = not chat and bool(rest.pop("echo", False))
+    if echo and settings["logprobs"] is not None:
+        settings["prompt_logprobs"] = settings["logprobs"]
     if rest.pop("stream", False):
         raise UserError("stream: a line of a batch is answered as a whole")
     if rest:
         name = next(iter(rest))
         raise UserError(f"'{name}' is not honoured{did_you_mean(name, [*_SAME, 'max_tokens', 'logprobs'])}; leave it out")
-    model = body.get("model")
-    return Asked(prompt, llm.sampling(**settings), chat, echo, model if model in llm.engine.adapters.names else None)
+    adapter = body.get("model")
+    return Asked(prompt, sampling(model.defaults, settings), chat, echo, adapter if adapter in model.adapters else None)
 
 
 def _form(wanted: Any) -> dict[str, Any]:
@@ -110,62 +121,96 @@ def _logprobs(rest: dict[str, Any], chat: bool) -> int | None:
     return top if wanted else None
 
 
-def answered(llm: LLM, of: Asked, result: Result, model: str) -> dict[str, Any]:
+def answered(model: Model, of: Asked, result: Result, name: str) -> dict[str, Any]:
     """The body of an answer."""
-    choices = [_choice(llm, of, result, completion) for completion in result.completions]
-    prompt, own = len(result.prompt_token_ids), sum(len(each.token_ids) for each in result.completions)
     return {
-        "id": f"{'chatcmpl' if of.chat else 'cmpl'}-{result.key.replace(' ', '-')}",
+        **head(of.chat, result.key, name),
         "object": "chat.completion" if of.chat else "text_completion",
-        "created": int(time.time()),
-        "model": model,
-        "choices": choices,
-        "usage": {
-            "prompt_tokens": prompt,
-            "completion_tokens": own,
-            "total_tokens": prompt + own,
-            "prompt_tokens_details": {"cached_tokens": result.cached_tokens},
-        },
+        "choices": [choice(model, of, result, completion) for completion in result.completions],
+        "usage": usage([result]),
     }
 
 
-def _choice(llm: LLM, of: Asked, result: Result, completion: Completion) -> dict[str, Any]:
+def head(chat: bool, key: str, name: str) -> dict[str, Any]:
+    """What answers begin with."""
+    return {"id": f"{'chatcmpl' if chat else 'cmpl'}-{key.replace(' ', '-')}", "created": int(time.time()), "model": name}
+
+
+def usage(results: Sequence[Result]) -> dict[str, Any]:
+    """Tokens of prompts and answers."""
+    prompt = sum(len(result.prompt_token_ids) for result in results)
+    own = sum(len(completion.token_ids) for result in results for completion in result.completions)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": own,
+        "total_tokens": prompt + own,
+        "prompt_tokens_details": {"cached_tokens": sum(result.cached_tokens for result in results)},
+    }
+
+
+def choice(model: Model, of: Asked, result: Result, completion: Completion) -> dict[str, Any]:
+    """One of the answers."""
     common = {"index": completion.index, "finish_reason": completion.finish_reason}
+    tokens: list[Told] = list(zip(completion.token_ids, completion.logprobs, completion.top_logprobs or repeat({}), strict=False))
+    wanted = of.sampling.logprobs is not None
     if of.chat:
-        told = _chat_logprobs(llm, completion) if of.sampling.logprobs is not None else None
+        told = {"content": chat_logprobs(model, tokens)} if wanted else None
         return {**common, "message": {"role": "assistant", "content": completion.text}, "logprobs": told}
-    before = llm.tokenizer.decode(result.prompt_token_ids, skip_special_tokens=True) if of.echo else ""
-    told = _text_logprobs(llm, completion) if of.sampling.logprobs is not None else None
-    return {**common, "text": before + completion.text, "logprobs": told}
+    before = echoed(model, of, result.prompt_token_ids) if of.echo else ""
+    if of.echo and wanted:
+        tokens = [*prompt_tokens(result), *tokens]
+    return {**common, "text": before + completion.text, "logprobs": text_logprobs(model, tokens) if wanted else None}
 
 
-def _token(llm: LLM, token: int) -> str:
-    return llm.tokenizer.decode([token])
+def echoed(model: Model, of: Asked, ids: Sequence[int]) -> str:
+    """The prompt, as it was given where that was a text."""
+    return of.prompt if isinstance(of.prompt, str) else model.tokenizer.decode(ids, skip_special_tokens=True)
 
 
-def _chat_logprobs(llm: LLM, completion: Completion) -> dict[str, Any]:
-    def one(token: int, logprob: float) -> dict[str, Any]:
-        text = _token(llm, token)
-        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
-
-    tops = completion.top_logprobs or [{} for _ in completion.token_ids]
-    return {
-        "content": [
-            {**one(token, logprob), "top_logprobs": [one(other, its) for other, its in top.items()]}
-            for token, logprob, top in zip(completion.token_ids, completion.logprobs, tops, strict=True)
-        ]
-    }
+Told = tuple[int, float | None, Mapping[int, float]]
+"""A token, its log-probability, and those of the likeliest in its place."""
 
 
-def _text_logprobs(llm: LLM, completion: Completion) -> dict[str, Any]:
-    texts = [_token(llm, token) for token in completion.token_ids]
-    at, offsets = 0, []
-    for text in texts:
-        offsets.append(at)
-        at += len(text)
-    return {
-        "tokens": texts,
-        "token_logprobs": completion.logprobs,
-        "top_logprobs": [{_token(llm, token): its for token, its in top.items()} for top in completion.top_logprobs] or None,
-        "text_offset": offsets,
-    }
+def prompt_tokens(result: Result) -> list[Told]:
+    """Of the prompt, where log-probabilities of it were asked for; nothing is known of its first one."""
+    logprobs: list[float | None] = [None, *result.prompt_logprobs]
+    tops: Sequence[Mapping[int, float]] = [{}, *(result.prompt_top_logprobs or [{}] * len(result.prompt_logprobs))]
+    return list(zip(result.prompt_token_ids, logprobs, tops, strict=True))
+
+
+def chat_logprobs(model: Model, tokens: Iterable[Told]) -> list[dict[str, Any]]:
+    """As chat completions have them."""
+
+    def one(token: int, logprob: float | None) -> dict[str, Any]:
+        own = model.tokenizer.token_bytes(token)
+        return {"token": own.decode(errors="replace"), "logprob": logprob, "bytes": list(own)}
+
+    return [{**one(token, logprob), "top_logprobs": [one(other, its) for other, its in top.items()]} for token, logprob, top in tokens]
+
+
+def text_logprobs(model: Model, tokens: Iterable[Told], start: int = 0) -> dict[str, Any]:
+    """As completions have them. A token that is no text of its own is written ``bytes:\\xNN``.
+
+    Args:
+        start: where in the text the first of the tokens stands.
+    """
+    known, texts, logprobs, tops, offsets = model.tokenizer, [], [], [], []
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    for token, logprob, top in tokens:
+        texts.append(_name(known, token))
+        logprobs.append(logprob)
+        named = {_name(known, other): its for other, its in top.items()}
+        # Of equal names, which only byte tokens and text may have, the likelier one is kept: it comes first.
+        tops.append({**named, **({texts[-1]: logprob} if top and logprob is not None and texts[-1] not in named else {})} or None)
+        offsets.append(start)
+        if token not in known.special_ids:
+            start += len(decoder.decode(known.token_bytes(token)))
+    return {"tokens": texts, "token_logprobs": logprobs, "top_logprobs": tops if any(tops) else None, "text_offset": offsets}
+
+
+def _name(tokenizer: Tokenizer, token: int) -> str:
+    own = tokenizer.token_bytes(token)
+    try:
+        return own.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in own)

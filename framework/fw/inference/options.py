@@ -19,7 +19,8 @@ class Sampling:
     """How a request wants its tokens chosen, and when it ends.
 
     Attributes:
-        max_tokens: most tokens of an answer; None for what the context leaves.
+        max_tokens: most tokens of an answer; None for what the context leaves, 0 for none, where only the prompt's log-probabilities are
+            wanted.
         min_tokens: before which nothing ends it.
         temperature: that logits are divided by; 0 always takes the likeliest token.
         top_k: only that many likeliest tokens; 0 for all.
@@ -36,6 +37,7 @@ class Sampling:
         stop: texts that end an answer; it has nothing of them.
         stop_token_ids: ids that end an answer, as the model's own end does.
         ignore_eos: go on at the model's own end.
+        skip_special_tokens: leave special tokens out of the text.
         logprobs: log-probabilities of the tokens, and of so many likeliest in their place; None for none. They are the model's own, before
             temperature and all else.
         prompt_logprobs: the same of the prompt's tokens.
@@ -60,6 +62,7 @@ class Sampling:
     stop: Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
+    skip_special_tokens: bool = True
     logprobs: int | None = 0
     prompt_logprobs: int | None = None
     json_schema: Mapping[str, Any] | str | None = None
@@ -69,7 +72,7 @@ class Sampling:
     def __post_init__(self) -> None:
         self._take_lists()
         for name, kind, least, most in (
-            ("max_tokens", int, 1, math.inf),
+            ("max_tokens", int, 0, math.inf),
             ("min_tokens", int, 0, math.inf),
             ("temperature", float, 0, math.inf),
             ("top_k", int, 0, math.inf),
@@ -82,6 +85,7 @@ class Sampling:
             ("n", int, 1, math.inf),
             ("best_of", int, self.n, math.inf),
             ("ignore_eos", bool, 0, 1),
+            ("skip_special_tokens", bool, 0, 1),
             ("logprobs", int, 0, math.inf),
             ("prompt_logprobs", int, 0, math.inf),
         ):

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import mmap
-import os
 import pickle
-import signal
-import sys
-import threading
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
 import torch
 
-from fw.errors import UserError, describe
 from fw.inference.adapters import Adapter
 from fw.inference.cached import Piece
 from fw.inference.divided import Several
@@ -23,6 +19,7 @@ from fw.inference.prepare import Prepared, device_of, prepare
 from fw.inference.ranks import HERE, OPTION, Start
 from fw.kernels.threads import alone
 from fw.kinds.kv_cache import Stretch
+from fw.launching.child import ended, joined
 
 
 class Further(Several):
@@ -68,35 +65,15 @@ def serve(ranks: Further, prepared: Prepared) -> None:
 
 
 def main() -> NoReturn:
-    """From beginning to end. Gloo's threads may abort an interpreter that ends."""
-    code = _run()
-    sys.stdout.flush()
-    os._exit(code)
+    """From beginning to end."""
+    connection, files = joined()
+    ended(connection, partial(_run, connection, mmap.mmap(files[0], 0) if files else None))
 
 
-def _run() -> int:
-    """With the numbers of the files that the first rank gives: of the connection, of what closes with it, and of memory or -1."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    files = [int(word) for word in sys.argv[1:]]
-    threading.Thread(target=_end_with_the_first, args=(files[1],), daemon=True).start()
-    connection: Connection[Any, Any] = Connection(files[0])
-    memory = mmap.mmap(files[2], 0) if files[2] >= 0 else None
-    try:
-        start: Start = connection.recv()
-        torch.set_num_threads(start.threads)
-        if memory is None:
-            connection.send(HERE)
-        ranks = Further(start, connection, memory)
-        serve(ranks, prepare(start.path, start.recipe, start.adapter, lambda told: None, ranks=ranks))
-    except EOFError:
-        return 0
-    except Exception as error:
-        with suppress(OSError):
-            connection.send(error if isinstance(error, UserError) else describe(error))
-        return 1
-    return 0
-
-
-def _end_with_the_first(file: int) -> None:
-    os.read(file, 1)
-    os._exit(1)
+def _run(connection: Connection[Any, Any], memory: mmap.mmap | None) -> None:
+    start: Start = connection.recv()
+    torch.set_num_threads(start.threads)
+    if memory is None:
+        connection.send(HERE)
+    ranks = Further(start, connection, memory)
+    serve(ranks, prepare(start.path, start.recipe, start.adapter, lambda told: None, ranks=ranks))

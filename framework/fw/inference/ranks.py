@@ -8,7 +8,6 @@ import os
 import pickle
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -16,7 +15,6 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from multiprocessing.connection import Pipe
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +29,13 @@ from fw.inference.mirrored import Mirrored
 from fw.kernels import meeting
 from fw.kernels.meeting import Meeting
 from fw.kinds.kv_cache import KVCache
+from fw.launching.child import Child
 from fw.recipe.inference import InferenceRecipe
 
 OPTION = "inference.tensor"
 HERE = "here"
 """What a rank says before it waits for others."""
 _PATIENCE_S = 5
-_BEGIN = "import os, sys; sys.path[:] = sys.argv.pop().split(os.pathsep); from fw.inference.rank import main; main()"
 
 
 @dataclass(frozen=True)
@@ -183,21 +181,10 @@ class _Other:
     """A process with another rank."""
 
     def __init__(self, start: Start, file: int) -> None:
-        self.connection, theirs = Pipe()
         self._told: UserError | str | None = None
-        alive, self._alive = os.pipe()
-        given = [theirs.fileno(), alive, *([file] if file >= 0 else [])]
-        words = [sys.executable, "-c", _BEGIN, str(theirs.fileno()), str(alive), str(file), os.pathsep.join(sys.path)]
-        environment = {**os.environ, "TQDM_DISABLE": "1"}
-        try:
-            self.process = subprocess.Popen(words, stdin=subprocess.DEVNULL, pass_fds=given, env=environment, start_new_session=True)
-            self.connection.send(start)
-        except BaseException:
-            os.close(self._alive)
-            raise
-        finally:
-            theirs.close()
-            os.close(alive)
+        self._child = Child("fw.inference.rank", (file,) if file >= 0 else (), {"TQDM_DISABLE": "1"})
+        self.process, self.connection = self._child.process, self._child.connection
+        self.connection.send(start)
 
     def watch(self, collective: Collective) -> None:
         """Nobody waits for it when it is gone."""
@@ -216,23 +203,15 @@ class _Other:
         told = self._told
         with suppress(EOFError, OSError):
             told = self.connection.recv() if told is None and self.connection.poll() else told
-        code = self.process.poll()
-        if told is None and code is None:
-            return None
-        if isinstance(told, UserError):
-            return told
-        code = self.process.wait() if code is None else code
-        if code < 0:
-            name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
-            return f"was killed by {name}" + (" (which the kernel sends where host memory runs out)" if name == "SIGKILL" else "")
-        return f"ended with exit code {code}" + (f": {told}" if told else "")
+        return self._child.fate(told)
 
     def end(self) -> None:
         """It has heard enough."""
-        self.connection.close()
-        with suppress(OSError):
-            os.close(self._alive)
-        self._alive = -1
+        self._child.let_go()
+
+    def ended(self) -> None:
+        """It has, afterwards."""
+        self._child.end(_PATIENCE_S)
 
 
 def _watch(process: subprocess.Popen[bytes], collective: Collective) -> None:
@@ -244,11 +223,7 @@ def _end(others: list[_Other], place: tempfile.TemporaryDirectory[str]) -> None:
     for other in others:
         other.end()
     for other in others:
-        try:
-            other.process.wait(_PATIENCE_S)
-        except subprocess.TimeoutExpired:
-            other.process.kill()
-            other.process.wait()
+        other.ended()
     others.clear()
     place.cleanup()
 

@@ -27,6 +27,8 @@ class Scheduler:
         self.waiting: list[Answer] = []
         self.running: list[Answer] = []
         self.preemptions = 0
+        self.prompt_tokens, self.cached_tokens = 0, 0
+        """Of prompts that have begun, and how many of these were known."""
 
     @property
     def most(self) -> int:
@@ -55,6 +57,7 @@ class Scheduler:
 
     def step(self) -> list[tuple[Answer, Stretch]]:
         """What the next step computes, with room for it; nothing only where nobody is there."""
+        self._let_in_first()
         left = self._options.step_tokens
         taken: list[tuple[Answer, Stretch]] = []
         behind = len(self.running)
@@ -82,15 +85,32 @@ class Scheduler:
             left -= stretch.length
         return taken
 
+    def _let_in_first(self) -> None:
+        """Whoever goes before some that run takes their places, and in its turn of the step their room."""
+        while self.waiting and self.running and self.waiting[0].request.priority < self.running[-1].request.priority:
+            answer = self.waiting[0]
+            while not self._has_place(answer):
+                last = self.running[-1]
+                if last.request.priority <= answer.request.priority:
+                    return
+                self._preempt(last)
+            self.waiting.pop(0)
+            self._begin(answer)
+            bisect.insort(self.running, answer, key=lambda each: each.order)
+
     def _has_place(self, answer: Answer) -> bool:
         return sum(1 + each.copies for each in [*self.running, answer]) <= self.most
 
-    def _admitted(self, answer: Answer, left: int) -> Stretch | None:
+    def _begin(self, answer: Answer) -> None:
+        """With what the cache knows of it."""
         request = answer.request
-        if not request.wants_prompt:  # else all of it is to be computed
+        if not request.needs_all:
             answer.computed = self.cache.reuse(answer.number, answer.tokens, request.salt)
-            if answer.generated == 0:
+            if not request.begun:
                 request.cached = answer.computed
+
+    def _admitted(self, answer: Answer, left: int) -> Stretch | None:
+        self._begin(answer)
         length = min(answer.remaining, self._options.prompt_share, left)
         if self.cache.reserve(answer.number, answer.computed, answer.computed + length):
             return Stretch(answer.number, answer.computed, length)
@@ -108,5 +128,9 @@ class Scheduler:
     def computed(self, taken: Sequence[tuple[Answer, Stretch]]) -> None:
         """A step has been made; whether its guesses are right is not known yet."""
         for answer, stretch in taken:
+            if not answer.request.begun:
+                answer.request.begun = True
+                self.prompt_tokens += len(answer.request.prompt)
+                self.cached_tokens += answer.request.cached
             answer.computed = min(stretch.end, len(answer.tokens))
             self.cache.written(answer.number, answer.tokens, answer.computed, answer.request.salt)

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
 
 import torch
 
 from fw.inference.adapters import Adapter
 from fw.inference.options import Sampling
+from fw.inference.results import FinishReason, Pooling
 from fw.inference.structure import Form
-
-FinishReason = Literal["stop", "length", "abort"]
 
 
 @dataclass
@@ -39,6 +37,10 @@ class Request:
         cached: tokens of the prompt that were not computed, since others had them.
         adapter: that its tokens are computed with.
         form: that its answers begin with.
+        pooling: of the prompt's hidden states, where these are what is asked for.
+        hidden_D: their sum so far, or the last one, in fp32.
+        begun: whether a step has computed any of it.
+        error: why an answer of it could not go on.
     """
 
     key: str
@@ -52,6 +54,10 @@ class Request:
     cached: int = 0
     adapter: Adapter | None = None
     form: Form | None = None
+    pooling: Pooling | None = None
+    hidden_D: torch.Tensor | None = None
+    begun: bool = False
+    error: str | None = None
 
     @property
     def salt(self) -> bytes:
@@ -62,6 +68,11 @@ class Request:
     def wants_prompt(self) -> bool:
         """Whether log-probabilities of its prompt are asked for, and not there yet; the first token has none."""
         return self.sampling.prompt_logprobs is not None and len(self.prompt_logprobs.chosen) < len(self.prompt) - 1
+
+    @property
+    def needs_all(self) -> bool:
+        """Whether each token of its prompt is to be computed, known or not."""
+        return self.wants_prompt or self.pooling == "mean"
 
     @property
     def order(self) -> tuple[int, int]:

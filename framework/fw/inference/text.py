@@ -13,10 +13,11 @@ class AnswerText:
     Args:
         stops: texts that end it.
         least: tokens before which none of them does.
+        skip_special_tokens: leave these out.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str], least: int) -> None:
-        self._stream = TextStream(tokenizer, skip_special_tokens=True)
+    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str], least: int, skip_special_tokens: bool = True) -> None:
+        self._stream = TextStream(tokenizer, skip_special_tokens=skip_special_tokens)
         self._stops, self._least = stops, least
         self._tokens = 0
         self._held = ""

@@ -78,6 +78,11 @@ class KVCache(ABC):
     def live_bytes(self) -> int:
         """What sequences, and what is kept for the next ones, take now."""
 
+    @property
+    def used_bytes(self) -> int:
+        """What sequences take now; what is only kept for the next ones is free for whoever needs it."""
+        return self.live_bytes
+
     @abstractmethod
     def reserve(self, sequence: int, start: int, end: int) -> bool:
         """Make room for what a step will write at positions ``start`` … ``end - 1``; a sequence that is not known begins with it.

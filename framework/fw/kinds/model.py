@@ -192,6 +192,9 @@ class CausalLM(nn.Module):
     quantization: QuantizationPlugin | None = None
     """Who has."""
 
+    shows_hidden_states: bool = True
+    """Whether ``readout`` sees hidden states, and not what its own head has made of them."""
+
     in_files: Mapping[str, Tensor] = MappingProxyType({})
     """Parameters that lie in mapped files, by name: nobody writes to them, and reading them may have to wait for a disk."""
 

@@ -44,6 +44,7 @@ def resolve_inference(config: Config) -> InferenceRecipe:
     kind = KINDS["kv_cache"]
     sections = [*KINDS, "train", "loader", "launch", "memory", "resume"]
     other = {name: _ELSEWHERE for name in sections if name not in (kind.name, OFFLOAD, QUANTIZATION)}
+    other["serve"] = "give it to fw serve"
     check_sections(config, [kind.name, OFFLOAD, QUANTIZATION, INFERENCE], other)
     check_interpolations(config)
     chosen = {kind.name: choose(kind, config), OFFLOAD: choose(KINDS[OFFLOAD], config)}

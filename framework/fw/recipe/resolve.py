@@ -50,7 +50,10 @@ from fw.registry import Plugin
 SECTIONS: dict[str, type] = {"train": TrainSection, "loader": LoaderSection, "launch": LaunchSection, "memory": MemorySection}
 RESUME = "resume"
 KINDS_OF_A_RUN = {name: kind for name, kind in KINDS.items() if kind.of == "run"}
-GENERATING = dict.fromkeys(["inference", *(name for name, kind in KINDS.items() if kind.of != "run")], "give it to fw generate")
+GENERATING = {
+    **dict.fromkeys(["inference", *(name for name, kind in KINDS.items() if kind.of != "run")], "give it to fw generate"),
+    "serve": "give it to fw serve",
+}
 
 
 @dataclass(frozen=True)

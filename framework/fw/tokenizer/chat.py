@@ -116,6 +116,11 @@ class ChatTemplates:
             )
         return RenderedChat(written, found)
 
+    @property
+    def text(self) -> str | None:
+        """Of the one for tools, or the default one."""
+        return self._texts.get("tool_use", self._texts.get("default"))
+
     def marks(self, chosen: str | None, with_tools: bool) -> bool:
         """Whether a template says what the assistant writes; see :meth:`fw.tokenizer.Tokenizer.marks_assistant`."""
         return _compiled(*self._choose(chosen, with_tools))[1]

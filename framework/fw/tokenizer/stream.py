@@ -11,6 +11,7 @@ import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from fw.errors import UserError
@@ -63,6 +64,24 @@ class TextStream:
         return "".join(tokens)
 
 
+def bytes_of(tokenizer: Tokenizer, token: int) -> bytes:
+    """What a token stands for inside a text; of one that is part of a character, its part. Empty where there is no such token.
+
+    Raises:
+        UserError: as :class:`TextStream`.
+    """
+    if (spelled := tokenizer.id_to_token(token)) is None:
+        return b""
+    for step in _shared_steps(tokenizer.decoder_state):
+        if isinstance(step, _Bytes):
+            return step.bytes_of(spelled)
+        if isinstance(step, _ByteFallback) and (byte := step.byte_of(spelled)) is not None:
+            return byte
+    stream = TextStream(tokenizer)
+    stream.push(token)  # what is done to the beginning of a text is done to this one
+    return stream.push(token).encode()
+
+
 def as_list(ids: Sequence[int] | Tensor) -> list[int]:
     """Ids as the library takes them; of tensors and arrays, those of one dimension."""
     return ids.tolist() if hasattr(ids, "tolist") else list(ids)
@@ -90,11 +109,14 @@ class _Bytes(_Step):
         self._decode = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, token: str) -> list[str]:
+        return [self._decode.decode(self.bytes_of(token))]
+
+    def bytes_of(self, token: str) -> bytes:
+        """That it is written for."""
         try:
-            data = bytes([self._byte[c] for c in token])
+            return bytes([self._byte[c] for c in token])
         except KeyError:
-            data = token.encode()
-        return [self._decode.decode(data)]
+            return token.encode()
 
     def finish(self) -> list[str]:
         text = self._decode.decode(b"", final=True)
@@ -114,10 +136,10 @@ class _ByteFallback(_Step):
         self._broken = False
 
     def push(self, token: str) -> list[str]:
-        byte = re.fullmatch("<0x([0-9A-Fa-f]{2})>", token)
+        byte = self.byte_of(token)
         if byte is None:
             return [*self.finish(), token]
-        self._run += bytes([int(byte[1], 16)])
+        self._run += byte
         self._length += 1
         whole = _whole_characters(self._run)
         self._broken |= whole is None
@@ -128,6 +150,12 @@ class _ByteFallback(_Step):
             return []
         text, self._run = self._run[:whole].decode(), self._run[whole:]
         return [text] if text else []
+
+    @staticmethod
+    def byte_of(token: str) -> bytes | None:
+        """None for a token that is text."""
+        byte = re.fullmatch("<0x([0-9A-Fa-f]{2})>", token)
+        return None if byte is None else bytes([int(byte[1], 16)])
 
     def finish(self) -> list[str]:
         run = self._run
@@ -220,6 +248,12 @@ class _Spaced(_Step):
     def finish(self) -> list[str]:
         self._first = True
         return []
+
+
+@lru_cache(maxsize=4)
+def _shared_steps(state: str | None) -> list[_Step]:
+    """Likewise, for questions that depend on nothing but the token."""
+    return _steps(state)
 
 
 def _steps(state: str | None) -> list[_Step]:

@@ -20,7 +20,7 @@ from fw.tokenizer.chat import ChatTemplates, Message
 from fw.tokenizer.classes import MADE_BY_FW
 from fw.tokenizer.files import CONFIG, TEMPLATE, TOKENIZER, ModelHint, parse, read_files, read_hint, write_files
 from fw.tokenizer.special import assemble
-from fw.tokenizer.stream import as_list
+from fw.tokenizer.stream import as_list, bytes_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -65,7 +65,8 @@ class Tokenizer:
     """
 
     def __init__(self, files: Mapping[str, bytes], hint: ModelHint = ModelHint(), place: str = "tokenizer") -> None:  # noqa: B008
-        self._files = dict(files)
+        self._files, self._place = dict(files), place
+        self._bytes: dict[int, bytes] = {}
         pipeline = assemble(self._files, hint, place)
         self._backend = pipeline.backend
         self._named = pipeline.named
@@ -138,6 +139,11 @@ class Tokenizer:
     def vocab_size(self) -> int:
         """The highest id and one, added tokens included."""
         return self._vocab_size
+
+    @property
+    def place(self) -> str:
+        """The directory it was read from, or what else names it in messages."""
+        return self._place
 
     @property
     def fingerprint(self) -> str:
@@ -248,6 +254,12 @@ class Tokenizer:
         """Text of ids, a list or a tensor of one dimension."""
         return self._backend.decode(as_list(ids), skip_special_tokens=skip_special_tokens)
 
+    def token_bytes(self, token: int) -> bytes:
+        """What a token stands for inside a text, in UTF-8 or a part of it; empty where there is no such token."""
+        if token not in self._bytes:
+            self._bytes[token] = bytes_of(self, token)
+        return self._bytes[token]
+
     @overload
     def apply_chat_template(
         self,
@@ -339,6 +351,11 @@ class Tokenizer:
         if return_assistant_mask:
             return self.encode_spans(chat.text, chat.generated)
         return self._encode(chat.text, add_special_tokens=False, split_special_tokens=None).ids
+
+    @property
+    def chat_template(self) -> str | None:
+        """The text of the template for conversations with tools, where there is one of its own, else of the default one."""
+        return self._templates.text
 
     def marks_assistant(self, chat_template: str | None = None, *, with_tools: bool = False) -> bool:
         """Whether a template says by ``{% generation %}`` what the assistant writes, so that there is an assistant mask.

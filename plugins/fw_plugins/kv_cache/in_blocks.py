@@ -67,7 +67,15 @@ class CacheInBlocks(KVCache):
     @property
     def live_bytes(self) -> int:
         """Blocks that sequences have, or that are known."""
-        return self.pool.taken * self.pool.size * sum(self._keeping.token_bytes(shape) for shape in self._needs.shapes)
+        return self._bytes(self.pool.taken)
+
+    @property
+    def used_bytes(self) -> int:
+        """Blocks that sequences have."""
+        return self._bytes(self.pool.count - self.pool.available)
+
+    def _bytes(self, blocks: int) -> int:
+        return blocks * self.pool.size * sum(self._keeping.token_bytes(shape) for shape in self._needs.shapes)
 
     def reserve(self, sequence: int, start: int, end: int) -> bool:
         """Whole blocks; one that is shared is copied before it is written to. What nobody will see any more is left."""
