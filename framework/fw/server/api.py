@@ -1,0 +1,260 @@
+"""What all handlers share: who is asked, and what comes of a request."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.requests import Request
+
+from fw.errors import UserError
+from fw.inference.asking import Prompt, encode
+from fw.inference.openai import Asked, asked
+from fw.inference.options import Sampling
+from fw.inference.results import Delta, Pooling, Result
+from fw.server.engine import Ticket
+from fw.server.engines import Engines
+from fw.server.errors import ApiError, not_found, wrong
+from fw.server.logs import note
+from fw.server.metrics import Metrics
+from fw.server.planned import Plan
+from fw.server.settings import Settings
+from fw.server.streaming import DONE, Streamed
+from fw.server.tool_calls import family_of
+from fw.server.watching import while_there
+from fw.tokenizer import Tokenizer
+
+_LONG = 20_000
+"""Characters of a text whose tokens are made beside the event loop."""
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A request that engines have.
+
+    Attributes:
+        whole: makes the answer's body of the tickets' results; ``events``, server-sent events as they come.
+    """
+
+    tickets: Sequence[Ticket]
+    whole: Callable[[Sequence[Result]], dict[str, Any]]
+    events: Callable[[], AsyncGenerator[bytes, None]]
+
+
+class Api:
+    """A model that is served."""
+
+    def __init__(self, settings: Settings, engines: Engines) -> None:
+        self.settings, self.engines = settings, engines
+        self.metrics = Metrics(engines, settings.name)
+        self.plan = Plan(engines.begin)
+        self.created = int(time.time())
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's.
+
+        Raises:
+            ApiError: it is not loaded yet.
+        """
+        assert self.engines.facts
+        assert self.engines.tokenizer is not None
+        return self.engines.tokenizer
+
+    @property
+    def defaults(self) -> Sampling:
+        """How tokens are chosen where a request does not say."""
+        return self.engines.facts.defaults
+
+    @property
+    def adapters(self) -> Sequence[str]:
+        """That requests may ask for."""
+        return self.engines.adapters
+
+    @property
+    def tool_format(self) -> str | None:
+        """How the model writes calls of functions; None where it knows none."""
+        wanted = self.settings.serve.tools
+        if wanted == "auto":
+            return family_of(self.tokenizer.chat_template, self.engines.facts.architecture)
+        return None if wanted == "none" else wanted
+
+    def adapter(self, name: str | None) -> str | None:
+        """The adapter that a request asks for as its model; None for the model itself.
+
+        Raises:
+            ApiError: there is none of this name.
+        """
+        note(model=name)
+        if name is None or name == self.settings.name:
+            return None
+        if name in self.adapters:
+            return name
+        there = ", ".join([self.settings.name, *self.adapters])
+        raise not_found(f"The model '{name}' does not exist; there are: {there}", "model", "model_not_found")
+
+    def asked(self, url: str, body: Mapping[str, Any]) -> Asked:
+        """Understand a body.
+
+        Raises:
+            ApiError: something about it is wrong.
+        """
+        for name in ("n", "best_of"):
+            if (body.get(name) or 0) > self.settings.serve.max_n:
+                raise wrong(f"{name}: {body[name]} is more than this server gives, {self.settings.serve.max_n}", name)
+        try:
+            return asked(self, url, body)
+        except UserError as error:
+            raise wrong(str(error)) from None
+
+    async def encode(self, prompt: Prompt) -> list[int]:
+        """Ids of a prompt that is no conversation.
+
+        Raises:
+            ApiError: it is empty, or no text.
+        """
+        try:
+            if isinstance(prompt, str) and len(prompt) > _LONG:
+                ids = await asyncio.to_thread(encode, self.tokenizer, prompt)
+            else:
+                ids = encode(self.tokenizer, prompt)
+        except UserError as error:
+            raise wrong(str(error)) from None
+        vocab_size = self.engines.facts.vocab_size
+        if strange := [token for token in ids if not 0 <= token < vocab_size]:
+            raise wrong(f"the prompt has token {strange[0]}, and the model has {vocab_size}", "prompt")
+        if not ids:
+            raise wrong("the prompt has no tokens; a model needs one at least", "prompt")
+        return ids
+
+    def prompts(self, given: Any, name: str = "prompt") -> list[Prompt]:
+        """Of a field that has one prompt or several.
+
+        Raises:
+            ApiError: there are none, or too many.
+        """
+        many = [given] if isinstance(given, str) or (given and isinstance(given[0], int)) else list(given)
+        if not many or (len(many) == 1 and not len(many[0])):
+            raise wrong(f"{name}: there is nothing in it", name)
+        if len(many) > (most := self.settings.serve.max_n):
+            raise wrong(f"{name}: {len(many)} of them are more than this server takes at once, {most}", name)
+        return many
+
+    def submit(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        adapter: str | None = None,
+        priority: int = 0,
+        pooling: Pooling | None = None,
+    ) -> list[Ticket]:
+        """As :meth:`Engines.submit`, in the log."""
+        note(prompt_tokens=sum(map(len, prompts)))
+        return self.engines.submit(prompts, sampling, adapter, priority, pooling)
+
+    async def follow(self, ticket: Ticket) -> AsyncGenerator[Delta | Result, None]:
+        """What each step adds to the answer, and last the result. Who stops listening ends it.
+
+        Raises:
+            ApiError: there is no result.
+        """
+        begun = time.monotonic()
+        before: dict[int, float] = {}
+        try:
+            while True:
+                each = await ticket.next()
+                if isinstance(each, Delta):
+                    if each.token is not None:
+                        now = time.monotonic()
+                        self.metrics.token(now - before.get(each.index, begun), first=not before)
+                        if not before:
+                            note(first_token_seconds=round(now - begun, 4))
+                        before[each.index] = now
+                    yield each
+                    continue
+                reasons = [completion.finish_reason for completion in each.completions]
+                tokens = sum(len(completion.token_ids) for completion in each.completions)
+                self.metrics.ended(time.monotonic() - begun, len(each.prompt_token_ids), tokens, list(reasons))
+                note(completion_tokens=tokens, cached_tokens=each.cached_tokens, finish_reasons=reasons)
+                if self.settings.serve.log_prompts:
+                    note(prompt=self.tokenizer.decode(each.prompt_token_ids), answers=[completion.text for completion in each.completions])
+                yield each
+                return
+        finally:
+            self.leave([ticket])
+
+    def leave(self, tickets: Sequence[Ticket]) -> None:
+        """Nobody waits for them any more; those that have ended are left already."""
+        for ticket in tickets:
+            if ticket.leave():
+                self.metrics.aborted()
+                note(aborted=True)
+
+    async def result(self, ticket: Ticket) -> Result:
+        """The result alone.
+
+        Raises:
+            ApiError: there is none.
+        """
+        async with aclosing(self.follow(ticket)) as told:
+            async for each in told:
+                if isinstance(each, Result):
+                    return each
+        raise AssertionError("an answer ends with its result")
+
+    async def answers(self, request: Request, tickets: Sequence[Ticket]) -> list[Result]:
+        """Results of all, as long as the client is there.
+
+        Raises:
+            ApiError: there are none.
+            Gone: nobody is there to be told.
+        """
+        return await while_there(request.receive, self.results(tickets), self.settings.serve.timeout, lambda: self.leave(tickets))
+
+    def streamed(self, events: AsyncGenerator[bytes, None], tickets: Sequence[Ticket], last: bytes = DONE) -> Streamed:
+        """Events that follow tickets, as long as the client is there."""
+        return Streamed(events, self.settings.serve.timeout, lambda: self.leave(tickets), last)
+
+    async def results(self, tickets: Sequence[Ticket]) -> list[Result]:
+        """Of all; where one fails, or nobody waits any more, none goes on.
+
+        Raises:
+            ApiError: of one that failed.
+        """
+        tasks = [asyncio.ensure_future(self.result(ticket)) for ticket in tickets]
+        try:
+            return list(await asyncio.gather(*tasks))
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def merged(self, tickets: Sequence[Ticket]) -> AsyncGenerator[tuple[int, Delta | Result], None]:
+        """What becomes of several, as it comes, by their numbers."""
+        told: asyncio.Queue[tuple[int, Delta | Result] | ApiError] = asyncio.Queue()
+
+        async def pass_on(number: int, ticket: Ticket) -> None:
+            try:
+                async with aclosing(self.follow(ticket)) as each_of:
+                    async for each in each_of:
+                        told.put_nowait((number, each))
+            except ApiError as error:
+                told.put_nowait(error)
+
+        tasks = [asyncio.ensure_future(pass_on(number, ticket)) for number, ticket in enumerate(tickets)]
+        left = len(tickets)
+        try:
+            while left:
+                each = await told.get()
+                if isinstance(each, ApiError):
+                    raise each
+                left -= isinstance(each[1], Result)
+                yield each
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)

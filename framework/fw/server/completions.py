@@ -1,0 +1,88 @@
+"""``/v1/completions``: prompts that are gone on from."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Any
+
+from fw.inference.openai import TEXT, Asked, choice, echoed, head, text_logprobs, usage
+from fw.inference.results import Delta, Result
+from fw.server.api import Api, Begun
+from fw.server.engine import Ticket
+from fw.server.schemas import CompletionRequest
+from fw.server.streaming import DONE, event
+
+
+async def begin(api: Api, body: CompletionRequest, priority: int = 0) -> Begun:
+    """Give it to an engine.
+
+    Raises:
+        ApiError: it cannot be answered.
+    """
+    adapter = api.adapter(body.model)
+    given = body.model_dump(exclude_none=True, by_alias=True)
+    options = given.pop("stream_options", {})
+    for name in ("stream", "suffix"):
+        given.pop(name, None)
+    prompts = api.prompts(given["prompt"])
+    of = replace(api.asked(TEXT, {**given, "prompt": prompts[0]}), adapter=adapter)
+    ids = [await api.encode(prompt) for prompt in prompts]
+    tickets = api.submit(ids, of.sampling, adapter, priority)
+    each_of = [replace(of, prompt=prompt) for prompt in prompts]
+    name = body.model or api.settings.name
+    return Begun(
+        tickets,
+        lambda results: _whole(api, each_of, results, tickets[0].key, name),
+        lambda: _events(api, each_of, ids, tickets, name, bool(options.get("include_usage"))),
+    )
+
+
+def _whole(api: Api, each_of: Sequence[Asked], results: Sequence[Result], key: str, name: str) -> dict[str, Any]:
+    choices = []
+    for number, (of, result) in enumerate(zip(each_of, results, strict=True)):
+        for completion in result.completions:
+            choices.append({**choice(api, of, result, completion), "index": number * of.sampling.n + completion.index})
+    for index, one in enumerate(choices):
+        one["index"] = index  # of the best of several, which keep the numbers they had
+    return {**head(False, key, name), "object": "text_completion", "choices": choices, "usage": usage(results)}
+
+
+async def _events(
+    api: Api, each_of: Sequence[Asked], ids: Sequence[Sequence[int]], tickets: Sequence[Ticket], name: str, with_usage: bool
+) -> AsyncGenerator[bytes, None]:
+    begin = {**head(False, tickets[0].key, name), "object": "text_completion"}
+    first = each_of[0]
+    n, wants = first.sampling.n, first.sampling.logprobs is not None
+    # Which answers are given, and what is known of the prompt, is known in the end.
+    late = first.sampling.drawn > n or (first.echo and wants)
+    texts: dict[int, str] = {}
+    results: list[Result] = []
+
+    def one(index: int, text: str, logprobs: Any, reason: str | None) -> bytes:
+        return event({**begin, "choices": [{"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}]})
+
+    async with aclosing(api.merged(tickets)) as told:
+        async for number, each in told:
+            of = each_of[number]
+            if isinstance(each, Result):
+                results.append(each)
+                for at, completion in enumerate(each.completions if late else ()):
+                    whole = choice(api, of, each, completion)
+                    yield one(number * n + at, whole["text"], whole["logprobs"], whole["finish_reason"])
+            elif not late:
+                index = number * n + each.index
+                if index not in texts and of.echo:
+                    yield one(index, echoed(api, of, ids[number]), None, None)
+                logprobs = _logprobs(api, each, len(texts.get(index, ""))) if wants else None
+                texts[index] = texts.get(index, "") + each.text
+                if each.text or each.finish_reason or logprobs:
+                    yield one(index, each.text, logprobs, each.finish_reason)
+    if with_usage:
+        yield event({**begin, "choices": [], "usage": usage(results)})
+    yield DONE
+
+
+def _logprobs(api: Api, delta: Delta, start: int) -> dict[str, Any] | None:
+    return None if delta.token is None else text_logprobs(api, [(delta.token, delta.logprob, delta.top)], start)

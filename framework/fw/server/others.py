@@ -1,0 +1,140 @@
+"""What is small: embeddings, tokens, adapters, models."""
+
+from __future__ import annotations
+
+import base64
+import math
+import struct
+from collections.abc import AsyncGenerator, Sequence
+from pathlib import Path
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from fw.errors import UserError
+from fw.inference.options import Sampling
+from fw.inference.results import Result
+from fw.server.api import Api, Begun
+from fw.server.chat import conversation
+from fw.server.errors import ApiError, not_found, wrong
+from fw.server.schemas import (
+    DetokenizeRequest,
+    DropAdapterRequest,
+    EmbeddingRequest,
+    LoadAdapterRequest,
+    TokenizeRequest,
+)
+
+
+async def embeddings(api: Api, request: Request, body: EmbeddingRequest) -> Response:
+    """``POST /v1/embeddings``: hidden states of each text as one; their mean, of length 1, unless something else is asked for."""
+    begun = await begin_embeddings(api, body)
+    return JSONResponse(begun.whole(await api.answers(request, begun.tickets)))
+
+
+async def begin_embeddings(api: Api, body: EmbeddingRequest, priority: int = 0) -> Begun:
+    """Give it to an engine.
+
+    Raises:
+        ApiError: it cannot be answered.
+    """
+    adapter = api.adapter(body.model)
+    if not api.engines.facts.shows_hidden_states:
+        raise wrong("hidden states of this model are not to be had, so it gives no embeddings", "model")
+    ids = [await api.encode(prompt) for prompt in api.prompts(body.input, "input")]
+    tickets = api.submit(ids, Sampling(max_tokens=0, logprobs=None), adapter, priority, body.pooling or "mean")
+    return Begun(tickets, lambda results: _embedded(api, body, results), _never)
+
+
+def _never() -> AsyncGenerator[bytes, None]:
+    raise AssertionError("embeddings do not come in pieces")
+
+
+def _embedded(api: Api, body: EmbeddingRequest, results: Sequence[Result]) -> dict[str, Any]:
+    found = []
+    for index, result in enumerate(results):
+        values = list(result.embedding)
+        if body.dimensions is not None:
+            if body.dimensions > len(values):
+                raise wrong(f"dimensions: {body.dimensions} are more than the model has, {len(values)}", "dimensions")
+            values = values[: body.dimensions]
+        if body.normalize is not False:
+            length = math.sqrt(sum(value * value for value in values)) or 1.0
+            values = [value / length for value in values]
+        told: list[float] | str = values
+        if body.encoding_format == "base64":
+            told = base64.b64encode(struct.pack(f"<{len(values)}f", *values)).decode()
+        found.append({"object": "embedding", "index": index, "embedding": told})
+    tokens = sum(len(result.prompt_token_ids) for result in results)
+    usage = {"prompt_tokens": tokens, "total_tokens": tokens}
+    return {"object": "list", "data": found, "model": body.model or api.settings.name, "usage": usage}
+
+
+async def tokenize(api: Api, body: TokenizeRequest) -> Response:
+    """``POST /tokenize``: as a request with the same prompt or messages is read."""
+    api.adapter(body.model)
+    if (body.prompt is None) == (body.messages is None):
+        raise wrong("give either prompt or messages", "prompt")
+    if body.messages is not None:
+        ids = await conversation(api, body.messages, body.tools, body)
+    else:
+        assert body.prompt is not None
+        try:
+            ids = api.tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
+        except UserError as error:
+            raise wrong(str(error), "prompt") from None
+    return JSONResponse({"count": len(ids), "max_model_len": api.engines.facts.context, "tokens": ids})
+
+
+async def detokenize(api: Api, body: DetokenizeRequest) -> Response:
+    """``POST /detokenize``."""
+    api.adapter(body.model)
+    if strange := [token for token in body.tokens if token >= api.engines.facts.vocab_size]:
+        raise wrong(f"tokens: {strange[0]} is none of the model's {api.engines.facts.vocab_size}", "tokens")
+    return JSONResponse({"prompt": api.tokenizer.decode(body.tokens)})
+
+
+async def load_adapter(api: Api, body: LoadAdapterRequest) -> Response:
+    """``POST /v1/load_lora_adapter``: requests may ask for it from now on."""
+    allowed = api.settings.serve.adapters_dir
+    if not allowed:
+        raise ApiError(403, "this server loads no adapters; start it with serve.adapters_dir=DIR", "not_allowed")
+    root = Path(allowed).expanduser().resolve()
+    try:
+        directory = (root / body.lora_path).resolve()
+        inside = directory.is_relative_to(root) and directory != root and directory.is_dir()
+    except (OSError, ValueError, RuntimeError):  # a name too long, with a zero byte, links in a circle
+        inside = False
+    if not inside:
+        raise not_found(f"there is no adapter '{body.lora_path}' in the directory that this server loads adapters from", "lora_path")
+    if body.lora_name in (api.settings.name, *api.adapters):
+        raise wrong(f"there is a model '{body.lora_name}' already; give another name, or unload it first", "lora_name")
+    await api.engines.load_adapter(body.lora_name, str(directory))
+    return JSONResponse({"status": "loaded"})
+
+
+async def drop_adapter(api: Api, body: DropAdapterRequest) -> Response:
+    """``POST /v1/unload_lora_adapter``: no request may ask for it any more."""
+    if not api.settings.serve.adapters_dir:
+        raise ApiError(403, "this server loads no adapters; start it with serve.adapters_dir=DIR", "not_allowed")
+    await api.engines.drop_adapter(body.lora_name)
+    return JSONResponse({"status": "unloaded"})
+
+
+def models(api: Api) -> Response:
+    """``GET /v1/models``: the model, and its adapters."""
+    cards = [_card(api, name) for name in (api.settings.name, *api.adapters)]
+    return JSONResponse({"object": "list", "data": cards})
+
+
+def model(api: Api, name: str) -> Response:
+    """``GET /v1/models/{model}``."""
+    api.adapter(name)
+    return JSONResponse(_card(api, name))
+
+
+def _card(api: Api, name: str) -> dict[str, object]:
+    parent = None if name == api.settings.name else api.settings.name
+    context = api.engines.facts.context
+    return {"id": name, "object": "model", "created": api.created, "owned_by": "fw", "max_model_len": context, "parent": parent}

@@ -1,0 +1,78 @@
+"""``fw serve``: an address, signals, and an exit code."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import sys
+from types import FrameType
+
+from fw.errors import EXIT_OK, UserError
+from fw.server.settings import Settings
+
+_CLOSE_S = 5
+
+
+def run(settings: Settings) -> int:
+    """Serve until SIGTERM or Ctrl-C; the exit code.
+
+    Raises:
+        UserError: the address is taken, or the model cannot be served.
+        RunError: an engine has ended by itself.
+    """
+    try:
+        import uvicorn
+
+        from fw.server.logs import ToLog
+        from fw.server.service import Service
+    except ImportError as error:
+        raise UserError(f"fw serve needs {error.name}: pip install 'fw[serve]'") from None
+
+    class Server(uvicorn.Server):
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            self.loop = asyncio.get_running_loop()
+            await super().startup(sockets)
+
+        def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+            self.loop.call_soon_threadsafe(service.drain)
+
+    def stop() -> None:
+        server.should_exit = True
+
+    listening = _listen(settings.serve.host, settings.serve.port)
+    service = Service(settings, stop, _say, sys.stderr)
+    config = uvicorn.Config(
+        service,
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        lifespan="on",
+        timeout_graceful_shutdown=_CLOSE_S,
+        h11_max_incomplete_event_size=64 << 10,
+    )
+    server = Server(config)
+    host, port = listening.getsockname()[:2]
+    _say(f"fw: serving {settings.name} at http://{f'[{host}]' if ':' in host else host}:{port}")
+
+    with ToLog(service.log):
+        server.run(sockets=[listening])
+    if service.failure is not None:
+        raise service.failure
+    return EXIT_OK
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """At the address, before anything is loaded."""
+    try:
+        (family, kind, protocol, _, address), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        listening = socket.socket(family, kind, protocol)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(address)
+        listening.listen(2048)  # who knows the address may come, and is heard as soon as there is a loop
+    except OSError as error:
+        raise UserError(f"serve.host, serve.port: cannot listen at {host}:{port}: {error.strerror or error}; give another") from None
+    return listening
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)
