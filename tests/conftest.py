@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import json
 import logging
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -19,34 +17,17 @@ import yaml
 
 import warm_python
 
-warm_python.install()
-
 REPOSITORY = Path(__file__).parent.parent
 
-_DISTRIBUTED = Path(__file__).parent / "distributed"
-_NEED_OPERATORS = ("test_matrix.py", "test_zero.py")
-_building: list[subprocess.Popen[bytes]] = []
+
+def _hands_out(config: pytest.Config) -> bool:
+    """Whether this process runs no test itself: pytest-xdist's first."""
+    return config.getoption("dist", "no") != "no" and not hasattr(config, "workerinput")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that take all cores come last."""
-    items.sort(key=lambda item: _DISTRIBUTED in item.path.parents)
-
-
-def pytest_collection_finish(session: pytest.Session) -> None:
-    """DeepSpeed's operators, minutes of compiling, are made beside the tests that take one core; who needs them waits for what is left."""
-    needed = any(item.path.name in _NEED_OPERATORS for item in session.items)
-    if needed and _DISTRIBUTED not in session.items[0].path.parents and not session.config.option.collectonly:
-        command = ["nice", "-n", "19", sys.executable, str(_DISTRIBUTED / "build_operators.py")]
-        _building.append(subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True))
-
-
-def pytest_sessionfinish() -> None:
-    """Also where the tests were interrupted."""
-    for process in _building:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGTERM)
-        process.wait()
+def pytest_configure(config: pytest.Config) -> None:
+    if not _hands_out(config):
+        warm_python.install()
 
 
 TINY: dict[str, Any] = {

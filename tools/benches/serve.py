@@ -206,9 +206,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--new", type=int, default=128)
-    parser.add_argument(
-        "--least", type=int, default=32, help="requests at least with each number of clients, but for one client: a quarter"
-    )
+    parser.add_argument("--least", type=int, default=32, help="requests at least of all clients together, with each number of clients")
     parser.add_argument("--servers", nargs="+", choices=list(PEERS), default=list(PEERS))
     parser.add_argument("--peers", nargs="+", default=[])
     options = parser.parse_args()

@@ -51,7 +51,7 @@ class Api:
     def __init__(self, settings: Settings, engines: Engines) -> None:
         self.settings, self.engines = settings, engines
         self.metrics = Metrics(engines, settings.name)
-        self.plan = Plan(engines.begin)
+        self.plan = Plan(engines.starting.begin)
         self.created = int(time.time())
 
     @property

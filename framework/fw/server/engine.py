@@ -21,21 +21,28 @@ Told = Delta | Result | ApiError
 _PATIENCE_S = 5.0
 
 
+def start_process(begin: Begin, environment: dict[str, str] | None = None) -> Child:
+    """A process that loads. It ends with this one, whatever becomes of it here."""
+    child = Child("fw.server.worker", environment={"TQDM_DISABLE": "1", **(environment or {})})
+    with suppress(OSError):  # it is gone, which whoever listens hears
+        child.connection.send(begin)
+    return child
+
+
 class EngineProcess:
     """One engine. All methods are the event loop's.
 
     Args:
-        begin: what it loads.
+        child: of :func:`start_process`.
         on_loaded, on_end: called when it is ready; when it is gone, with why, but for :meth:`close`.
     """
 
     def __init__(
         self,
-        begin: Begin,
+        child: Child,
         number: int,
         on_loaded: Callable[[EngineProcess], None],
         on_end: Callable[[UserError | str], None],
-        environment: dict[str, str] | None = None,
     ) -> None:
         self.number, self.state = number, State()
         self.loaded: Loaded | None = None
@@ -45,10 +52,9 @@ class EngineProcess:
         self._asked: dict[str, asyncio.Future[Done]] = {}
         self._loop = asyncio.get_running_loop()
         self._closed = False
-        self._child = Child("fw.server.worker", environment={"TQDM_DISABLE": "1", **(environment or {})})
+        self._child = child
         # Sent by a thread: an engine hears between its steps only, and what fits into a pipe until then is less than a queue's prompts.
         self._unsent: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._unsent.put(begin)
         self._speaker = threading.Thread(target=self._speak, name=f"to engine {number}", daemon=True)
         self._speaker.start()
         threading.Thread(target=self._listen, name=f"engine {number}", daemon=True).start()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import time
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import fields
@@ -15,8 +13,9 @@ from fw.inference.options import Sampling
 from fw.inference.results import Pooling
 from fw.server.engine import EngineProcess, Ticket
 from fw.server.errors import ApiError, not_found, wrong
-from fw.server.messages import Add, Begin, DropAdapter, LoadAdapter, Loaded, State
+from fw.server.messages import Add, DropAdapter, LoadAdapter, Loaded, State
 from fw.server.settings import Settings
+from fw.server.starting import Starting
 from fw.tokenizer import Tokenizer, load_tokenizer
 
 Condition = Literal["loading", "ready", "draining", "failed"]
@@ -24,9 +23,10 @@ _RETRY_S = 1
 
 
 class Engines:
-    """Begins them, and gives requests to the one with the fewest.
+    """Gives requests to the one with the fewest.
 
     Args:
+        starting: their processes.
         on_ready: called once, when all are.
         on_failure: called when one ends by itself, with why.
     """
@@ -34,6 +34,7 @@ class Engines:
     def __init__(
         self,
         settings: Settings,
+        starting: Starting,
         on_ready: Callable[[], None] = lambda: None,
         on_failure: Callable[[UserError | str], None] = lambda why: None,
     ) -> None:
@@ -42,18 +43,14 @@ class Engines:
         self.rejected = 0
         self.tokenizer: Tokenizer | None = None
         self.adapters: list[str] = []
-        self.begun = time.monotonic()
-        serve = settings.serve
-        self.begin = Begin(settings.path, settings.config, serve.adapter or None, settings.adapters, _threads(serve.replicas))
-        """What each of them loads."""
+        self.starting = starting
         self._engines: list[EngineProcess] = []
         self._one_at_a_time = asyncio.Lock()
 
     def start(self) -> None:
-        """Their processes; within the event loop that they are to be used in."""
-        replicas = self._settings.serve.replicas
-        for number in range(replicas):
-            self._engines.append(EngineProcess(self.begin, number, self._loaded, self._failed, _visible(number, replicas)))
+        """Hear them; within the event loop that they are to be used in."""
+        for number, child in enumerate(self.starting.children):
+            self._engines.append(EngineProcess(child, number, self._loaded, self._failed))
 
     def _loaded(self, engine: EngineProcess) -> None:
         if any(each.loaded is None for each in self._engines) or self.condition != "loading":
@@ -200,26 +197,3 @@ class Engines:
     async def close(self) -> None:
         """End all."""
         await asyncio.gather(*(engine.close() for engine in self._engines))
-
-
-def _threads(replicas: int) -> int | None:
-    """Of several replicas each has its part of the processors; None for all."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // replicas) if replicas > 1 else None
-
-
-def _visible(number: int, replicas: int) -> dict[str, str] | None:
-    """Of several replicas each has its part of the GPUs."""
-    if replicas == 1 or not (visible := os.environ.get("CUDA_VISIBLE_DEVICES") or _gpus()):
-        return None
-    devices = visible.split(",")
-    each = max(1, len(devices) // replicas)
-    return {"CUDA_VISIBLE_DEVICES": ",".join(devices[(number * each) % len(devices) :][:each])}
-
-
-def _gpus() -> str:
-    """Of this machine, as numbers with commas; without asking torch, which this process does not have."""
-    try:
-        return ",".join(str(number) for number in range(len(os.listdir("/proc/driver/nvidia/gpus"))))
-    except OSError:
-        return ""

@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import socket
 import sys
+from importlib.util import find_spec
 from types import FrameType
 
 from fw.errors import EXIT_OK, UserError
 from fw.server.settings import Settings
+from fw.server.starting import Starting
 
 _CLOSE_S = 5
+_NEEDED = ("fastapi", "uvicorn", "prometheus_client", "python_multipart")
 
 
 def run(settings: Settings) -> int:
@@ -20,13 +23,24 @@ def run(settings: Settings) -> int:
         UserError: the address is taken, or the model cannot be served.
         RunError: an engine has ended by itself.
     """
+    for module in _NEEDED:
+        if find_spec(module) is None:
+            raise UserError(f"fw serve needs {module}: pip install 'fw[serve]'")
+    listening = _listen(settings.serve.host, settings.serve.port)
+    starting = Starting(settings)
     try:
-        import uvicorn
+        return _run(settings, listening, starting)
+    except BaseException:
+        starting.end()
+        raise
 
-        from fw.server.logs import ToLog
-        from fw.server.service import Service
-    except ImportError as error:
-        raise UserError(f"fw serve needs {error.name}: pip install 'fw[serve]'") from None
+
+def _run(settings: Settings, listening: socket.socket, starting: Starting) -> int:
+    # A second, in which the engines import what is theirs.
+    import uvicorn
+
+    from fw.server.logs import ToLog
+    from fw.server.service import Service
 
     class Server(uvicorn.Server):
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -39,8 +53,7 @@ def run(settings: Settings) -> int:
     def stop() -> None:
         server.should_exit = True
 
-    listening = _listen(settings.serve.host, settings.serve.port)
-    service = Service(settings, stop, _say, sys.stderr)
+    service = Service(settings, starting, stop, _say, sys.stderr)
     config = uvicorn.Config(
         service,
         log_config=None,

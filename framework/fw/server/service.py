@@ -18,6 +18,7 @@ from fw.server.batches import Batches
 from fw.server.engines import Engines
 from fw.server.logs import Log
 from fw.server.settings import Settings
+from fw.server.starting import Starting
 from fw.server.traces import Traces, no_traces
 
 _POLL_S = 0.05
@@ -27,6 +28,7 @@ class Service:
     """An ASGI application.
 
     Args:
+        starting: the engines' processes, which are its from now on.
         stop: called when there is nothing more to do, to be told to end.
         say: is told what a user wants to know.
         errors: where the log goes.
@@ -35,10 +37,12 @@ class Service:
         UserError: spans are to be sent, and cannot be.
     """
 
-    def __init__(self, settings: Settings, stop: Callable[[], None], say: Callable[[str], None], errors: TextIO | None) -> None:
+    def __init__(
+        self, settings: Settings, starting: Starting, stop: Callable[[], None], say: Callable[[str], None], errors: TextIO | None
+    ) -> None:
         self.settings = settings
         self.log = Log(errors if settings.serve.log == "json" else None)
-        self.engines = Engines(settings, self._ready, self._failed)
+        self.engines = Engines(settings, starting, self._ready, self._failed)
         self.api = Api(settings, self.engines)
         self.failure: FwError | None = None
         self._stop, self._say = stop, say
@@ -65,7 +69,7 @@ class Service:
 
     def _ready(self) -> None:
         facts, engines = self.engines.facts, self.engines
-        seconds = time.monotonic() - engines.begun
+        seconds = time.monotonic() - engines.starting.begun
         for said in facts.said:
             self._say(f"fw: {said}")
         copies = f"{self.settings.serve.replicas} engines, each " if self.settings.serve.replicas > 1 else ""

@@ -19,7 +19,7 @@ def stats(api: Api) -> dict[str, Any]:
         "models": [api.settings.name, *api.adapters],
         "version": __version__,
         "state": engines.condition,
-        "uptime_s": round(time.monotonic() - engines.begun, 1),
+        "uptime_s": round(time.monotonic() - engines.starting.begun, 1),
         "device": None if facts is None else facts.device,
         "replicas": serve.replicas,
         "running": state.running,

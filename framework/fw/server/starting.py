@@ -1,0 +1,56 @@
+"""Engines that load while the server itself is still being imported."""
+
+from __future__ import annotations
+
+import os
+import time
+
+from fw.launching.child import Child
+from fw.server.engine import start_process
+from fw.server.messages import Begin
+from fw.server.settings import Settings
+
+
+class Starting:
+    """The processes of all engines of a server.
+
+    Attributes:
+        begin: what each of them loads.
+        begun: when, by the monotonic clock.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        serve = settings.serve
+        self.begin = Begin(settings.path, settings.config, serve.adapter or None, settings.adapters, _threads(serve.replicas))
+        self.begun = time.monotonic()
+        self.children: list[Child] = []
+        for number in range(serve.replicas):
+            self.children.append(start_process(self.begin, _visible(number, serve.replicas)))
+
+    def end(self) -> None:
+        """At once."""
+        for child in self.children:
+            child.end(patience=0)
+
+
+def _threads(replicas: int) -> int | None:
+    """Of several replicas each has its part of the processors; None for all."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // replicas) if replicas > 1 else None
+
+
+def _visible(number: int, replicas: int) -> dict[str, str] | None:
+    """Of several replicas each has its part of the GPUs."""
+    if replicas == 1 or not (visible := os.environ.get("CUDA_VISIBLE_DEVICES") or _gpus()):
+        return None
+    devices = visible.split(",")
+    each = max(1, len(devices) // replicas)
+    return {"CUDA_VISIBLE_DEVICES": ",".join(devices[(number * each) % len(devices) :][:each])}
+
+
+def _gpus() -> str:
+    """Of this machine, as numbers with commas; without asking torch, which this process does not have."""
+    try:
+        return ",".join(str(number) for number in range(len(os.listdir("/proc/driver/nvidia/gpus"))))
+    except OSError:
+        return ""
