@@ -168,9 +168,18 @@ inline void weights_of(float* scores, long begin, long count, long first, long l
     found[0] = most, found[1] = added_up(total);
 }
 
-// What the rows of a tile get of the chunk that begins at `begin`, a part for each.
+// Where rows of positions from one on are kept.
+inline void find_places(const Shape& s, const Tile& tile, long begin, long count, long* place) {
+    for (long t = 0, block = begin / s.block_size, inside = begin % s.block_size; t < count; t++) {
+        place[t] = ((long(tile.table[block]) * s.kv_heads + tile.head) * s.block_size + inside) * s.row_bytes;
+        if (++inside == s.block_size) inside = 0, block++;
+    }
+}
+
+// What the rows of a tile get of the chunk that begins at `begin`, a part for each. `next`, if any, is the tile that this thread has next,
+// most likely, from `next_begin` on.
 template <typename Rows>
-void attend_chunk(const Call& c, const Tile& tile, long begin, Work& work, float* found) {
+void attend_chunk(const Call& c, const Tile& tile, long begin, Work& work, float* found, const Tile* next_tile, long next_begin) {
     const Shape& s = c.s;
     const long groups = s.groups(), rows = tile.count * groups, lanes = s.lanes(), stride = lanes * LANES, partial = s.partial();
     const long count = std::min<long>(CHUNK, tile.last() + 1 - begin);
@@ -180,20 +189,28 @@ void attend_chunk(const Call& c, const Tile& tile, long begin, Work& work, float
     work.wide.resize(BLOCK * lanes);
     for (long r = 0; r < rows; r++) std::fill_n(found + r * partial, partial, 0.0f);
     auto unseen = [&](long from) { return begin + from + BLOCK <= first && begin + from >= s.sinks; };
-    long place[CHUNK];
-    for (long t = 0, block = begin / s.block_size, inside = begin % s.block_size; t < count; t++) {
-        place[t] = ((long(tile.table[block]) * s.kv_heads + tile.head) * s.block_size + inside) * s.row_bytes;
-        if (++inside == s.block_size) inside = 0, block++;
-    }
-    // Blocks lie anywhere, so no processor guesses what comes next.
-    auto fetch = [&](const uint8_t* kept, long from) {
-        for (long t = from; t < std::min<long>(count, from + BLOCK); t++)
+    long place[CHUNK], next_place[BLOCK];
+    find_places(s, tile, begin, count, place);
+    const long next_count = next_tile ? std::min<long>(BLOCK, next_tile->last() + 1 - next_begin) : 0;
+    if (next_tile) find_places(s, *next_tile, next_begin, next_count, next_place);
+    // Blocks lie anywhere, so no processor guesses what comes next. What is asked for at once beyond some dozens of lines waits, and all
+    // that follows it: so it is asked for bit by bit between computing.
+    auto fetch = [&](const uint8_t* kept, long from, long upto) {
+        for (long t = from; t < std::min(count, upto); t++)
             for (long line = 0; line < s.row_bytes; line += 64) __builtin_prefetch(kept + place[t] + line);
     };
-    fetch(c.keys, 0);
+    auto fetch_next = [&](long from, long upto) {
+        for (long t = from; t < std::min(next_count, upto); t++)
+            for (long line = 0; line < s.row_bytes; line += 64) __builtin_prefetch(c.keys + next_place[t] + line);
+    };
+    fetch(c.keys, 0, BLOCK);
+    const long squares = 2 * lanes, some = (BLOCK + squares - 1) / squares;  // tokens, with each square of numbers
     for (long from = 0; from < CHUNK; from += BLOCK) {
-        from + BLOCK < count ? fetch(c.keys, from + BLOCK) : fetch(c.values, from + BLOCK - (count + BLOCK - 1) / BLOCK * BLOCK);
+        const bool more = from + BLOCK < count;
+        const uint8_t* next = more ? c.keys : c.values;
+        const long begins = more ? from + BLOCK : from + BLOCK - (count + BLOCK - 1) / BLOCK * BLOCK;
         if (from >= count || unseen(from)) {  // masked below
+            if (from < count || begins == 0) fetch(next, begins, begins + BLOCK);
             for (long r = 0; r < rows; r++) std::fill_n(work.scores.data() + r * CHUNK + from, BLOCK, 0.0f);
             continue;
         }
@@ -211,6 +228,8 @@ void attend_chunk(const Call& c, const Tile& tile, long begin, Work& work, float
                 for (long t = 0; t < LANES; t++) square[t] = work.wide[t * lanes + l];
                 transpose(square);
                 for (long h = 0; h < LANES; h++) work.keys[2 * (l * LANES + h) + half] = square[h];
+                const long at = (half * lanes + l) * some;
+                fetch(next, begins + at, begins + std::min<long>(BLOCK, at + some));
             }
         }
         tiled<SCORED>(rows, [&](long r, auto known) {
@@ -222,10 +241,13 @@ void attend_chunk(const Call& c, const Tile& tile, long begin, Work& work, float
         weights_of(work.scores.data() + r * CHUNK, begin, count, s.first_of(position), position, s, found + r * partial);
     }
     for (long from = 0; from < count; from += BLOCK) {
-        fetch(c.values, from + BLOCK);
-        if (unseen(from)) continue;
+        if (unseen(from)) {
+            fetch(c.values, from + BLOCK, from + 2 * BLOCK);
+            continue;
+        }
         const long here = std::min<long>(BLOCK, count - from);
         for (long t = 0; t < here; t++) {
+            from + BLOCK < count ? fetch(c.values, from + BLOCK + t, from + BLOCK + t + 1) : fetch_next(t, t + 1);
             Lane* to = work.wide.data() + t * lanes;
             if (begin + from + t >= first || begin + from + t < s.sinks)
                 Rows::widen(c.values + place[from + t], s.dim, s.group, to);
@@ -298,18 +320,25 @@ void attend(const Call& c, const int32_t* tables, const int32_t* starts, const i
             }
     begins.push_back(long(parts.size()));
     std::vector<float> found(parts.size() * groups * partial);
+    const long threads = pool::threads();
     pool::each(long(parts.size()), [&](long i) {
         thread_local Work work;
         const Tile& tile = tiles[parts[i].tile];
         load_queries(c, tile, work.q);
-        if (parts[i].begin >= 0) return attend_chunk<Rows>(c, tile, parts[i].begin, work, found.data() + i * groups * partial);
+        if (parts[i].begin >= 0) {
+            const Part* next = i + threads < long(parts.size()) ? &parts[i + threads] : nullptr;
+            attend_chunk<Rows>(c, tile, parts[i].begin, work, found.data() + i * groups * partial, next ? &tiles[next->tile] : nullptr,
+                               next ? std::max<long>(0, next->begin) : 0);
+            return;
+        }
         const long rows = tile.count * groups;
         work.found.resize(rows * partial);
         work.state.resize(rows * partial);
         for (long r = 0; r < rows; r++) begin_state(work.state.data() + r * partial, partial);
         for (long begin = 0; begin <= tile.last(); begin += CHUNK) {
             if (skipped(s, tile, begin)) continue;
-            attend_chunk<Rows>(c, tile, begin, work, work.found.data());
+            const Tile* next = begin + CHUNK <= tile.last() ? &tile : nullptr;
+            attend_chunk<Rows>(c, tile, begin, work, work.found.data(), next, begin + CHUNK);
             for (long r = 0; r < rows; r++) join(work.state.data() + r * partial, work.found.data() + r * partial, partial);
         }
         for (long r = 0; r < rows; r++) put_out(c, tile, r, work.state.data() + r * partial);

@@ -4,6 +4,9 @@
 #include <cstring>
 
 #include "bf16.h"
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
 
 constexpr int LANES = 16;
 typedef float Lane __attribute__((vector_size(LANES * sizeof(float))));
@@ -34,9 +37,13 @@ static inline Lane loaded(const float* at) {
 }
 
 static inline Lane loaded(const uint16_t* at) {
+#if defined(__AVX512F__)
+    return (Lane)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)at)), 16);
+#else
     Halves halves;
     std::memcpy(&halves, at, sizeof halves);
     return (Lane)(__builtin_convertvector(halves, Wide) << 16);
+#endif
 }
 
 static inline void stored(float* at, Lane value) { std::memcpy(at, &value, sizeof value); }

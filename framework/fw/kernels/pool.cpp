@@ -107,7 +107,9 @@ void pool::in_pieces(long count, void* of, void (*piece)(void* of, long number))
     for (long number = 0; number < count; number++) piece(of, number);
 }
 
+long pool::threads() { return the_pool->threads.load(); }
+
 // How many work from now on, the caller included.
 extern "C" void fw_threads(long count) { the_pool->threads.store(count); }
 
-extern "C" long fw_thread_count() { return the_pool->threads.load(); }
+extern "C" long fw_thread_count() { return pool::threads(); }

@@ -28,6 +28,9 @@ bool soon(F&& here, std::chrono::microseconds moment) {
     return false;
 }
 
+// How many work, the caller included.
+long threads();
+
 // piece(of, 0) … piece(of, count - 1), each once, on whatever thread comes first; returns when all are done.
 void in_pieces(long count, void* of, void (*piece)(void* of, long number));
 
