@@ -6,24 +6,21 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <type_traits>
 #include <vector>
 
 #include "again.h"
 #include "lanes.h"
 #include "pool.h"
+#include "products.h"
 #include "rows.h"
+
+using namespace products;
 
 namespace {
 
-constexpr int CHUNK = 256, BLOCK = 32;  // positions; a block's keys stay in the nearest cache
-constexpr long TILE = 64;               // query rows that share what is read
+constexpr long TILE = 64;  // query rows that share what is read
 constexpr float NONE = -std::numeric_limits<float>::infinity();
-// Rows whose scores are computed at once, and rows and lanes whose values are added up at once: sums stay in registers.
-#if defined(__AVX512F__)
-constexpr int SCORED = 8, WEIGHED = 4, TOGETHER = 4;
-#else
-constexpr int SCORED = 2, WEIGHED = 2, TOGETHER = 2;
-#endif
 
 struct Shape {
     long heads, kv_heads, dim, group, row_bytes, block_size, table_stride, window, sinks;
@@ -35,80 +32,10 @@ struct Shape {
     long partial() const { return lanes() * LANES + LANES; }  // largest score, sum of weights, room; weighted values
 };
 
-template <int S>
-inline void exchange(Lane& a, Lane& b) {
-    Lane low, high;
-    if constexpr (S == 8) {
-        low = __builtin_shufflevector(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23);
-        high = __builtin_shufflevector(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
-    } else if constexpr (S == 4) {
-        low = __builtin_shufflevector(a, b, 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27);
-        high = __builtin_shufflevector(a, b, 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31);
-    } else if constexpr (S == 2) {
-        low = __builtin_shufflevector(a, b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29);
-        high = __builtin_shufflevector(a, b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
-    } else {
-        low = __builtin_shufflevector(a, b, 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30);
-        high = __builtin_shufflevector(a, b, 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
-    }
-    a = low, b = high;
-}
-
-template <int S>
-inline void stage(Lane* rows) {
-    for (int i = 0; i < LANES; i++)
-        if (!(i & S)) exchange<S>(rows[i], rows[i + S]);
-}
-
-inline void transpose(Lane* rows) {
-    stage<8>(rows);
-    stage<4>(rows);
-    stage<2>(rows);
-    stage<1>(rows);
-}
-
-// f with a number of rows that the compiler knows, for all of them in tiles.
-template <int MOST, typename F>
-inline void tiled(long rows, F&& f) {
-    long r = 0;
-    for (; r + MOST <= rows; r += MOST) f(r, std::integral_constant<int, MOST>{});
-    if constexpr (MOST > 1) {
-        if (r < rows) tiled<MOST / 2>(rows - r, [&](long more, auto known) { f(r + more, known); });
-    }
-}
-
-// Scores of BLOCK keys: q [rows, dim], keys [dim, BLOCK].
-template <int ROWS>
-inline void score(const float* q, long stride, const Lane* keys, long dim, float* to) {
-    constexpr int WIDE = BLOCK / NATIVE;
-    Native sums[ROWS][WIDE] = {};
-    for (long h = 0; h < dim; h++) {
-        Native key[WIDE];
-        for (int i = 0; i < WIDE; i++) key[i] = native((const float*)(keys + 2 * h) + i * NATIVE);
-        for (int r = 0; r < ROWS; r++)
-            for (int i = 0; i < WIDE; i++) sums[r][i] += q[r * stride + h] * key[i];
-    }
-    for (int r = 0; r < ROWS; r++) std::memcpy(to + r * CHUNK, sums[r], sizeof sums[r]);
-}
-
-// out [rows, stride] += weights [rows, CHUNK] · values [count, of lanes], of N lanes from one on.
-template <int ROWS, int N>
-inline void weigh(const float* weights, const Lane* values, long lanes, long count, float* out, long stride) {
-    constexpr int WIDE = N * LANES / NATIVE;
-    Native sums[ROWS][WIDE];
-    for (int r = 0; r < ROWS; r++) std::memcpy(sums[r], out + r * stride, sizeof sums[r]);
-    for (long t = 0; t < count; t++) {
-        Native value[WIDE];
-        for (int i = 0; i < WIDE; i++) value[i] = native((const float*)(values + t * lanes) + i * NATIVE);
-        for (int r = 0; r < ROWS; r++)
-            for (int i = 0; i < WIDE; i++) sums[r][i] += weights[r * CHUNK + t] * value[i];
-    }
-    for (int r = 0; r < ROWS; r++) std::memcpy(out + r * stride, sums[r], sizeof sums[r]);
-}
-
 struct Work {
     std::vector<float> q, scores, found, state;
     std::vector<Lane> keys, wide;
+    std::vector<uint8_t> zeros;  // a row that is not seen
 };
 
 struct Call {
@@ -168,18 +95,20 @@ inline void weights_of(float* scores, long begin, long count, long first, long l
     found[0] = most, found[1] = added_up(total);
 }
 
-// Where rows of positions from one on are kept.
-inline void find_places(const Shape& s, const Tile& tile, long begin, long count, long* place) {
+// f(its row among those of a head, position - begin) of positions from one on.
+template <typename F>
+inline void each_place(const Shape& s, const Tile& tile, long begin, long count, F&& f) {
     for (long t = 0, block = begin / s.block_size, inside = begin % s.block_size; t < count; t++) {
-        place[t] = ((long(tile.table[block]) * s.kv_heads + tile.head) * s.block_size + inside) * s.row_bytes;
+        f(((long(tile.table[block]) * s.kv_heads + tile.head) * s.block_size + inside) * s.row_bytes, t);
         if (++inside == s.block_size) inside = 0, block++;
     }
 }
 
-// What the rows of a tile get of the chunk that begins at `begin`, a part for each. `next`, if any, is the tile that this thread has next,
-// most likely, from `next_begin` on.
+// What the rows of a tile get of the chunk that begins at `begin`, a part for each. `next` is the tile that comes next, from `next_begin`
+// on, or null.
 template <typename Rows>
-void attend_chunk(const Call& c, const Tile& tile, long begin, Work& work, float* found, const Tile* next_tile, long next_begin) {
+void attend_chunk(const Call& c, const Tile& tile, long begin, Work& work, float* found, const Tile* next, long next_begin) {
+    constexpr bool KEPT = std::is_same_v<Rows, rows::BF16>, WORDS = KEPT && NATIVE == LANES;
     const Shape& s = c.s;
     const long groups = s.groups(), rows = tile.count * groups, lanes = s.lanes(), stride = lanes * LANES, partial = s.partial();
     const long count = std::min<long>(CHUNK, tile.last() + 1 - begin);
@@ -187,49 +116,51 @@ void attend_chunk(const Call& c, const Tile& tile, long begin, Work& work, float
     work.scores.resize(rows * CHUNK);
     work.keys.resize(2 * stride);
     work.wide.resize(BLOCK * lanes);
+    work.zeros.resize(s.row_bytes);
     for (long r = 0; r < rows; r++) std::fill_n(found + r * partial, partial, 0.0f);
     auto unseen = [&](long from) { return begin + from + BLOCK <= first && begin + from >= s.sinks; };
-    long place[CHUNK], next_place[BLOCK];
-    find_places(s, tile, begin, count, place);
-    const long next_count = next_tile ? std::min<long>(BLOCK, next_tile->last() + 1 - next_begin) : 0;
-    if (next_tile) find_places(s, *next_tile, next_begin, next_count, next_place);
-    // Blocks lie anywhere, so no processor guesses what comes next. What is asked for at once beyond some dozens of lines waits, and all
-    // that follows it: so it is asked for bit by bit between computing.
-    auto fetch = [&](const uint8_t* kept, long from, long upto) {
-        for (long t = from; t < std::min(count, upto); t++)
-            for (long line = 0; line < s.row_bytes; line += 64) __builtin_prefetch(kept + place[t] + line);
+
+    Stream stream;
+    stream.row_bytes = s.row_bytes;
+    stream.padded = (count + BLOCK - 1) / BLOCK * BLOCK;
+    const uint8_t **keys = stream.row, **values = keys + stream.padded, **after = values + stream.padded;
+    const uint8_t* zeros = work.zeros.data();
+    std::fill_n(keys, 2 * stream.padded + AHEAD, zeros);
+    each_place(s, tile, begin, count, [&](long place, long t) {
+        if (begin + t >= first || begin + t < s.sinks) keys[t] = c.keys + place, values[t] = c.values + place;
+    });
+    if (next) {
+        const long there = std::min<long>(AHEAD, next->last() + 1 - next_begin);
+        each_place(s, *next, next_begin, there, [&](long place, long t) { after[t] = c.keys + place; });
+    }
+    auto widen = [&](const uint8_t* row, Lane* to) {
+        row != zeros ? Rows::widen(row, s.dim, s.group, to) : void(std::fill_n(to, lanes, Lane{}));
     };
-    auto fetch_next = [&](long from, long upto) {
-        for (long t = from; t < std::min(next_count, upto); t++)
-            for (long line = 0; line < s.row_bytes; line += 64) __builtin_prefetch(c.keys + next_place[t] + line);
-    };
-    fetch(c.keys, 0, BLOCK);
-    const long squares = 2 * lanes, some = (BLOCK + squares - 1) / squares;  // tokens, with each square of numbers
-    for (long from = 0; from < CHUNK; from += BLOCK) {
-        const bool more = from + BLOCK < count;
-        const uint8_t* next = more ? c.keys : c.values;
-        const long begins = more ? from + BLOCK : from + BLOCK - (count + BLOCK - 1) / BLOCK * BLOCK;
-        if (from >= count || unseen(from)) {  // masked below
-            if (from < count || begins == 0) fetch(next, begins, begins + BLOCK);
+
+    stream.fetch(0, std::min<long>(AHEAD, stream.padded));
+    const long some = BLOCK / std::min<long>(BLOCK, 2 * lanes);  // rows that are fetched with each square of numbers
+    for (long from = 0; from < count; from += BLOCK) {
+        if (unseen(from)) {  // masked below
+            stream.fetch(from + AHEAD, BLOCK);
             for (long r = 0; r < rows; r++) std::fill_n(work.scores.data() + r * CHUNK + from, BLOCK, 0.0f);
             continue;
         }
         for (long half = 0; half < 2; half++) {
-            for (long t = 0; t < LANES; t++) {
-                Lane* to = work.wide.data() + t * lanes;
-                const long at = from + half * LANES + t;
-                if (at < count && (begin + at >= first || begin + at < s.sinks))
-                    Rows::widen(c.keys + place[at], s.dim, s.group, to);
-                else
-                    std::fill_n(to, lanes, Lane{});
+            const uint8_t** row = keys + from + half * LANES;
+            auto turned = [&](long l) {
+                if (const long at = (half * lanes + l) * some; at < BLOCK) stream.fetch(from + AHEAD + at, some);
+            };
+            if (WORDS && s.dim % (2 * LANES) == 0) {
+                turn_kept(row, s.dim, work.keys.data() + half, turned);
+                continue;
             }
+            for (long t = 0; t < LANES; t++) widen(row[t], work.wide.data() + t * lanes);
             for (long l = 0; l < lanes; l++) {
                 Lane square[LANES];
                 for (long t = 0; t < LANES; t++) square[t] = work.wide[t * lanes + l];
                 transpose(square);
                 for (long h = 0; h < LANES; h++) work.keys[2 * (l * LANES + h) + half] = square[h];
-                const long at = (half * lanes + l) * some;
-                fetch(next, begins + at, begins + std::min<long>(BLOCK, at + some));
+                turned(l);
             }
         }
         tiled<SCORED>(rows, [&](long r, auto known) {
@@ -241,26 +172,30 @@ void attend_chunk(const Call& c, const Tile& tile, long begin, Work& work, float
         weights_of(work.scores.data() + r * CHUNK, begin, count, s.first_of(position), position, s, found + r * partial);
     }
     for (long from = 0; from < count; from += BLOCK) {
+        const long coming = stream.padded + from + AHEAD;
         if (unseen(from)) {
-            fetch(c.values, from + BLOCK, from + 2 * BLOCK);
+            stream.fetch(coming, BLOCK);
             continue;
         }
         const long here = std::min<long>(BLOCK, count - from);
-        for (long t = 0; t < here; t++) {
-            from + BLOCK < count ? fetch(c.values, from + BLOCK + t, from + BLOCK + t + 1) : fetch_next(t, t + 1);
-            Lane* to = work.wide.data() + t * lanes;
-            if (begin + from + t >= first || begin + from + t < s.sinks)
-                Rows::widen(c.values + place[from + t], s.dim, s.group, to);
-            else
-                std::fill_n(to, lanes, Lane{});
-        }
+        const bool as_kept = KEPT && rows <= WEIGHED && s.dim % LANES == 0;
+        if (!as_kept)
+            for (long t = 0; t < here; t++) {
+                stream.fetch(coming + t, 1);
+                widen(values[from + t], work.wide.data() + t * lanes);
+            }
         tiled<WEIGHED>(rows, [&](long r, auto known) {
             const float* weights = work.scores.data() + r * CHUNK + from;
             float* out = found + r * partial + LANES;
+            auto of = [&](long l, auto together) {
+                if (as_kept)
+                    weigh_kept<known, together>(weights, values + from, stream, coming, l, here, out + l * LANES, partial);
+                else
+                    weigh<known, together>(weights, work.wide.data() + l, lanes, here, out + l * LANES, partial);
+            };
             long l = 0;
-            for (; l + TOGETHER <= lanes; l += TOGETHER)
-                weigh<known, TOGETHER>(weights, work.wide.data() + l, lanes, here, out + l * LANES, partial);
-            for (; l < lanes; l++) weigh<known, 1>(weights, work.wide.data() + l, lanes, here, out + l * LANES, partial);
+            for (; l + TOGETHER <= lanes; l += TOGETHER) of(l, std::integral_constant<int, TOGETHER>{});
+            for (; l < lanes; l++) of(l, std::integral_constant<int, 1>{});
         });
     }
 }

@@ -171,7 +171,7 @@ void linear(const uint16_t* x, const Layer* layers, long count, long rows, long 
                 sums[l][r * groups + g] = sum;
             }
     }
-    each_panel(layers, count, PANEL * inputs / (FOUR ? 2 : 1), [&](const Layer& of, long p, int columns) {
+    each_panel(layers, count, PANEL * inputs / (FOUR ? 2 : 1), [&](const Layer& of, long p, int columns, const char*) {
         const long at = p * PANEL * (inputs / of.group);
         const float *scale = of.scale + at, *offset = of.offset ? of.offset + at : nullptr;
         const float *of_x = offset ? sums[&of - layers].data() : nullptr, *bias = of.bias ? of.bias + p * PANEL : nullptr;

@@ -78,3 +78,29 @@ static inline Lane exponential(Lane x) {
     p = p * f + 1.0f;
     return (Lane)((Bits)p + (whole << 23));
 }
+
+#if defined(__AVX512F__)
+// Sixteen times sixteen words: the k-th has the k-th word of each afterwards. Four steps, each of which halves how far words are from their
+// place.
+static inline void turn(__m512i* a) {
+    __m512i b[16];
+    for (int r = 0; r < 16; r += 2) {
+        b[r] = _mm512_unpacklo_epi32(a[r], a[r + 1]);
+        b[r + 1] = _mm512_unpackhi_epi32(a[r], a[r + 1]);
+    }
+    for (int r = 0; r < 16; r += 4)
+        for (int i = 0; i < 2; i++) {
+            a[r + 2 * i] = _mm512_unpacklo_epi64(b[r + i], b[r + i + 2]);
+            a[r + 2 * i + 1] = _mm512_unpackhi_epi64(b[r + i], b[r + i + 2]);
+        }
+    for (int r = 0; r < 16; r += 8)
+        for (int i = 0; i < 4; i++) {
+            b[r + i] = _mm512_shuffle_i32x4(a[r + i], a[r + i + 4], 0x88);
+            b[r + i + 4] = _mm512_shuffle_i32x4(a[r + i], a[r + i + 4], 0xdd);
+        }
+    for (int i = 0; i < 8; i++) {
+        a[i] = _mm512_shuffle_i32x4(b[i], b[i + 8], 0x88);
+        a[i + 8] = _mm512_shuffle_i32x4(b[i], b[i + 8], 0xdd);
+    }
+}
+#endif

@@ -21,13 +21,14 @@ constexpr long FEW = 64;  // rows for which codes are widened as they are needed
 
 template <int ROWS, typename W>
 void tile(const uint16_t* x, long x_stride, const W* panel, const float* scale, const float* bias, uint16_t* y, long y_stride, long k2,
-          int columns) {
+          int columns, const char* ahead) {
     __m512 low[ROWS], high[ROWS];
     for (int r = 0; r < ROWS; r++) low[r] = high[r] = _mm512_setzero_ps();
     for (long k = 0; k < k2; k++) {
         const W* w = panel + k * PANEL * 2;
         _mm_prefetch((const char*)(w + 16 * PANEL * 2), _MM_HINT_T0);
         if (sizeof(W) > 1) _mm_prefetch((const char*)(w + 16 * PANEL * 2 + PANEL), _MM_HINT_T0);
+        _mm_prefetch(ahead + k * PANEL * sizeof(W), _MM_HINT_T1);
         __m512bh first = pairs(w), second = pairs(w + PANEL);
         for (int r = 0; r < ROWS; r++) {
             __m512bh of = repeated(x + r * x_stride + 2 * k);
@@ -56,7 +57,7 @@ inline void apart(const int8_t* at, __m256& first, __m256& second) {
 // As many registers of eight columns at a time as leave room for what they are multiplied by; there are sixteen.
 template <int ROWS, typename W>
 void tile(const uint16_t* x, long x_stride, const W* panel, const float* scale, const float* bias, uint16_t* y, long y_stride, long k2,
-          int columns) {
+          int columns, const char* ahead) {
     constexpr int WIDE = 8, AT_ONCE = ROWS <= 2 ? 4 : 2;
     alignas(64) float sums[ROWS][PANEL];
     for (int begin = 0; begin < PANEL; begin += AT_ONCE * WIDE) {
@@ -92,7 +93,7 @@ inline float number(int8_t code) { return float(code); }
 
 template <int ROWS, typename W>
 void tile(const uint16_t* x, long x_stride, const W* panel, const float* scale, const float* bias, uint16_t* y, long y_stride, long k2,
-          int columns) {
+          int columns, const char* ahead) {
     float sums[ROWS][PANEL] = {};
     for (long k = 0; k < k2; k++) {
         const W* w = panel + k * PANEL * 2;
@@ -109,49 +110,36 @@ void tile(const uint16_t* x, long x_stride, const W* panel, const float* scale, 
 
 template <int ROWS, typename W>
 void rows_left(int rows, const uint16_t* x, long xs, const W* panel, const float* scale, const float* bias, uint16_t* y, long ys, long k2,
-               int columns) {
+               int columns, const char* ahead) {
     if constexpr (ROWS > 0) {
         if (rows == ROWS)
-            tile<ROWS>(x, xs, panel, scale, bias, y, ys, k2, columns);
+            tile<ROWS>(x, xs, panel, scale, bias, y, ys, k2, columns, ahead);
         else
-            rows_left<ROWS - 1>(rows, x, xs, panel, scale, bias, y, ys, k2, columns);
+            rows_left<ROWS - 1>(rows, x, xs, panel, scale, bias, y, ys, k2, columns, ahead);
     }
 }
 
-// All rows against one panel, in tiles of equal size: the panel, which stays in the cache, is used for all of them before the next.
+// All rows against one panel, in tiles of equal size: the panel, which stays in the cache, is used for all of them before the next. Of
+// several tiles the first two fetch the panel that comes next, half of it each, so that memory is never idle.
 template <typename W>
 void against(const uint16_t* x, const W* panel, const float* scale, const float* bias, uint16_t* y, long rows, long inputs, long outputs,
-             int columns) {
+             int columns, const char* next = nullptr) {
     const long tiles = (rows + MOST - 1) / MOST;
     for (long t = 0; t < tiles; t++) {
         const long from = rows * t / tiles, to = rows * (t + 1) / tiles;
-        rows_left<MOST>(int(to - from), x + from * inputs, inputs, panel, scale, bias, y + from * outputs, outputs, inputs / 2, columns);
+        const char* ahead = next && tiles > 1 && t < 2 ? next + t * (PANEL * inputs * sizeof(W) / 2) : (const char*)panel;
+        rows_left<MOST>(int(to - from), x + from * inputs, inputs, panel, scale, bias, y + from * outputs, outputs, inputs / 2, columns,
+                        ahead);
     }
 }
 
 #if defined(__AVX512BF16__)
-// Sixteen times sixteen pairs: to[k] has the k-th pair of each row. Four steps, each of which halves how far pairs are from their place.
+// Sixteen times sixteen pairs: to[k] has the k-th pair of each row.
 inline void turned(const uint16_t* rows, long step, uint16_t* to, long to_step) {
-    __m512i a[16], b[16];
-    for (int r = 0; r < 16; r++) a[r] = _mm512_loadu_si512(rows + r * step);
-    for (int r = 0; r < 16; r += 2) {
-        b[r] = _mm512_unpacklo_epi32(a[r], a[r + 1]);
-        b[r + 1] = _mm512_unpackhi_epi32(a[r], a[r + 1]);
-    }
-    for (int r = 0; r < 16; r += 4)
-        for (int i = 0; i < 2; i++) {
-            a[r + 2 * i] = _mm512_unpacklo_epi64(b[r + i], b[r + i + 2]);
-            a[r + 2 * i + 1] = _mm512_unpackhi_epi64(b[r + i], b[r + i + 2]);
-        }
-    for (int r = 0; r < 16; r += 8)
-        for (int i = 0; i < 4; i++) {
-            b[r + i] = _mm512_shuffle_i32x4(a[r + i], a[r + i + 4], 0x88);
-            b[r + i + 4] = _mm512_shuffle_i32x4(a[r + i], a[r + i + 4], 0xdd);
-        }
-    for (int i = 0; i < 8; i++) {
-        _mm512_storeu_si512(to + i * to_step, _mm512_shuffle_i32x4(b[i], b[i + 8], 0x88));
-        _mm512_storeu_si512(to + (i + 8) * to_step, _mm512_shuffle_i32x4(b[i], b[i + 8], 0xdd));
-    }
+    __m512i square[16];
+    for (int r = 0; r < 16; r++) square[r] = _mm512_loadu_si512(rows + r * step);
+    turn(square);
+    for (int i = 0; i < 16; i++) _mm512_storeu_si512(to + i * to_step, square[i]);
 }
 #endif
 
@@ -280,15 +268,15 @@ void count_left(int rows, const uint8_t* x, long k4, const int8_t* panel, int32_
 }
 
 void linear_bf16(const uint16_t* x, const Layer* layers, long count, long rows, long inputs) {
-    each_panel(layers, count, PANEL * inputs * 2, [=](const Layer& of, long p, int columns) {
+    each_panel(layers, count, PANEL * inputs * 2, [=](const Layer& of, long p, int columns, const char* next) {
         against(x, (const uint16_t*)of.weight + p * PANEL * inputs, nullptr, of.bias ? of.bias + p * PANEL : nullptr, of.y + p * PANEL,
-                rows, inputs, of.outputs, columns);
+                rows, inputs, of.outputs, columns, next);
     });
 }
 
 // As in a file: each thread makes the panel it needs, which stays in its cache.
 void linear_plain(const uint16_t* x, const Layer* layers, long count, long rows, long inputs) {
-    each_panel(layers, count, PANEL * inputs * 2, [=](const Layer& of, long p, int columns) {
+    each_panel(layers, count, PANEL * inputs * 2, [=](const Layer& of, long p, int columns, const char*) {
         thread_local std::vector<uint16_t> panel;
         panel.resize(PANEL * inputs);
         panel_of((const uint16_t*)of.weight + p * PANEL * of.output_step, of.output_step, of.input_step, columns, inputs, panel.data());
@@ -297,11 +285,11 @@ void linear_plain(const uint16_t* x, const Layer* layers, long count, long rows,
 }
 
 void linear_w8(const uint16_t* x, const Layer* layers, long count, long rows, long inputs) {
-    each_panel(layers, count, PANEL * inputs, [=](const Layer& of, long p, int columns) {
+    each_panel(layers, count, PANEL * inputs, [=](const Layer& of, long p, int columns, const char* next) {
         const int8_t* codes = (const int8_t*)of.weight + p * PANEL * inputs;
         const float* bias = of.bias ? of.bias + p * PANEL : nullptr;
         if (rows <= FEW) {
-            against(x, codes, of.scale + p * PANEL, bias, of.y + p * PANEL, rows, inputs, of.outputs, columns);
+            against(x, codes, of.scale + p * PANEL, bias, of.y + p * PANEL, rows, inputs, of.outputs, columns, next);
             return;
         }
         thread_local std::vector<uint16_t> wide;
@@ -320,7 +308,7 @@ void linear_w8a8(const uint16_t* x, const Layer* layers, long count, long rows, 
         for (long r = piece * together; r < std::min(rows, (piece + 1) * together); r++)
             codes_of(x + r * inputs, inputs, k4 * 4, codes.data() + r * k4 * 4, &of_row[r]);
     });
-    each_panel(layers, count, PANEL * k4 * 4, [&](const Layer& of, long p, int columns) {
+    each_panel(layers, count, PANEL * k4 * 4, [&](const Layer& of, long p, int columns, const char*) {
         int32_t found[MOST * PANEL], sums[PANEL] = {};
         std::copy_n(of.sums + p * PANEL, columns, sums);
         for (long t = 0; t < tiles; t++) {

@@ -65,7 +65,8 @@ struct Layer {
     long group;                    // inputs
 };
 
-// f(layer, panel, its columns) of all panels of all layers, each panel of so many bytes, in pieces.
+// f(layer, panel, its columns, the panel that this thread has next, most likely, or null) of all panels of all layers, each panel of so many
+// bytes, in pieces.
 template <typename F>
 void each_panel(const Layer* layers, long count, long panel_bytes, F&& f) {
     struct Part {
@@ -77,9 +78,14 @@ void each_panel(const Layer* layers, long count, long panel_bytes, F&& f) {
         const long panels = (layers[l].outputs + PANEL - 1) / PANEL;
         for (long p = 0; p < panels; p += together) parts.push_back({l, p, std::min(panels, p + together)});
     }
+    const long threads = pool::threads();
+    auto at = [&](long layer, long p) { return (const char*)layers[layer].weight + p * panel_bytes; };
     pool::each(long(parts.size()), [&](long i) {
-        const Layer& layer = layers[parts[i].layer];
-        for (long p = parts[i].begin; p < parts[i].end; p++) f(layer, p, int(std::min<long>(PANEL, layer.outputs - p * PANEL)));
+        const Part& part = parts[i];
+        const Layer& layer = layers[part.layer];
+        const char* next = i + threads < long(parts.size()) ? at(parts[i + threads].layer, parts[i + threads].begin) : nullptr;
+        for (long p = part.begin; p < part.end; p++)
+            f(layer, p, int(std::min<long>(PANEL, layer.outputs - p * PANEL)), p + 1 < part.end ? at(part.layer, p + 1) : next);
     });
 }
 
