@@ -215,6 +215,15 @@ def test_sigterm_tells_the_rest(directory):
         assert all("503" in text.splitlines()[0] for text in texts[1:])
 
 
+def test_sigterm_before_there_is_a_server(directory, tmp_path):
+    children = "open(f'/proc/self/task/{os.getpid()}/children').read()"
+    (tmp_path / "uvicorn.py").write_text(f"import os, signal\nprint({children}, flush=True)\nos.kill(os.getpid(), signal.SIGTERM)\n")
+    # Another hash seed: a process that begins as any does, whose one child is the engine.
+    done = run_fw("serve", str(directory), "--port", "0", env={**os.environ, "PYTHONPATH": str(tmp_path), "PYTHONHASHSEED": "1"}).ok()
+    (engine,) = done.out.split()
+    assert not Path(f"/proc/{engine}").exists()
+
+
 def test_an_engine_that_is_killed_ends_the_server(directory):
     server = Server(directory)
     try:

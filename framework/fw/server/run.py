@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import socket
 import sys
 from importlib.util import find_spec
@@ -26,6 +27,7 @@ def run(settings: Settings) -> int:
     for module in _NEEDED:
         if find_spec(module) is None:
             raise UserError(f"fw serve needs {module}: pip install 'fw[serve]'")
+    signal.signal(signal.SIGTERM, _leave)  # until there is a loop, and requests to let end
     listening = _listen(settings.serve.host, settings.serve.port)
     starting = Starting(settings)
     try:
@@ -72,6 +74,10 @@ def _run(settings: Settings, listening: socket.socket, starting: Starting) -> in
     if service.failure is not None:
         raise service.failure
     return EXIT_OK
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    sys.exit(EXIT_OK)
 
 
 def _listen(host: str, port: int) -> socket.socket:
