@@ -137,6 +137,21 @@ def test_a_first_party_name_cannot_be_taken_silently(site):
         registry.load("optimizer", "adamw", OptimizerPlugin)
 
 
+def test_only_what_is_allowed_is_used(site, monkeypatch):
+    site("acme-labs", "acme_sign", GOOD, "[fw.optimizer]\nsign = acme_sign:Sign\nadamw = acme_sign:Sign\n")
+    site("bolt", "bolt_boom", "import sys\nsys.exit('imported!')\n", "[fw.optimizer]\nboom = bolt_boom:Boom\nsign = bolt_boom:Boom\n")
+    monkeypatch.setenv("FW_PLUGINS", "Acme_Labs, other")
+    assert registry.load("optimizer", "sign", OptimizerPlugin).__module__ == "acme_sign"
+    with pytest.raises(UserError, match="'boom' is bolt's, whose plugins FW_PLUGINS does not allow here; have 'bolt' added to it"):
+        registry.load("optimizer", "boom", OptimizerPlugin)
+    assert [found.available for found in registry.listing("optimizer") if found.entry.name == "sign"] == [True, False]
+    with pytest.raises(UserError, match=r"optimizer 'adamw' is registered by acme-labs 1\.0 and fw"):
+        registry.load("optimizer", "adamw", OptimizerPlugin)
+    monkeypatch.setenv("FW_PLUGINS", "")
+    assert registry.load("optimizer", "adamw", OptimizerPlugin).__module__.startswith("fw_plugins.")
+    assert not line("optimizer", "boom").available and "FW_PLUGINS does not allow" in line("optimizer", "sign").problem
+
+
 @pytest.mark.parametrize(("api", "remedy"), [(2, "upgrade fw"), (0, "upgrade acme")])
 def test_an_api_version_that_is_not_spoken_is_refused(site, api, remedy):
     source = GOOD.replace("    Config = SignConfig", f"    api = {api}\n    Config = SignConfig")

@@ -86,7 +86,7 @@ def _show(options: argparse.Namespace) -> int:
 
     _known(options.kind, KINDS)
     cls = registry.load(options.kind, options.name, KINDS[options.kind].load_contract())
-    entry = registry.entries(options.kind, options.name)[0]
+    entry = registry.entry_of(options.kind, options.name)
     fields = options_of(cls.Config)
     rules = [("requires", rule) for rule in cls.requires] + [("conflicts with", rule) for rule in cls.conflicts]
     doc = " ".join((cls.__doc__ or "").split())

@@ -163,7 +163,7 @@ class Recipe:
         found = {}
         for kind, names in self.names.items():
             for name in names:
-                entry = registry.entries(kind, name)[0]
+                entry = registry.entry_of(kind, name)
                 found[f"{kind}.{name}"] = f"{entry.distribution} {entry.version}"
         return found
 

@@ -2,7 +2,7 @@
 
 from fw.registry.discovery import Entry, entries, kinds_found
 from fw.registry.inspection import Listing, declared, inspect, listing, literal
-from fw.registry.loading import load
+from fw.registry.loading import entry_of, load
 from fw.registry.plugin import Conflicts, NoOptions, Plugin, Requires
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "Requires",
     "declared",
     "entries",
+    "entry_of",
     "inspect",
     "kinds_found",
     "listing",

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
+import re
 from dataclasses import dataclass
 from functools import cache
 
 GROUP_PREFIX = "fw."
+ALLOWED = "FW_PLUGINS"
+"""Variable that names the distributions, with commas between them, whose plugins may be used beside fw's own; unset for all."""
 
 
 @dataclass(frozen=True)
@@ -49,3 +53,15 @@ def entries(kind: str, name: str | None = None) -> tuple[Entry, ...]:
 def kinds_found() -> tuple[str, ...]:
     """The kinds for which any plugin is registered, sorted."""
     return tuple(sorted({e.kind for e in _all()}))
+
+
+def allowed(entry: Entry) -> bool:
+    """Whether its plugin may be used on this machine."""
+    if (named := os.environ.get(ALLOWED)) is None:
+        return True
+    return _normal(entry.distribution) in {"fw", *(_normal(name) for name in named.split(","))}
+
+
+def _normal(name: str) -> str:
+    """A distribution's name, however it is written (https://packaging.python.org/en/latest/specifications/name-normalization/)."""
+    return re.sub(r"[-_.]+", "-", name.strip()).lower()

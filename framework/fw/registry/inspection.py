@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from fw.registry.discovery import Entry, entries
+from fw.registry.discovery import ALLOWED, Entry, allowed, entries
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,15 @@ def api_problem(entry: Entry, api: object, apis: Sequence[int]) -> str:
     return f"was written for api {api} of kind '{entry.kind}', this fw speaks {newest}; {remedy}"
 
 
+def forbidden(entry: Entry) -> str:
+    """Why a plugin that is not allowed cannot be used."""
+    return f"is {entry.distribution}'s, whose plugins {ALLOWED} does not allow here; have '{entry.distribution}' added to it"
+
+
 def _inspect(entry: Entry) -> Listing:
-    rivals = sorted({e.distribution for e in entries(entry.kind, entry.name)})
+    if not allowed(entry):
+        return Listing(entry, None, "", forbidden(entry))
+    rivals = sorted({e.distribution for e in entries(entry.kind, entry.name) if allowed(e)})
     if len(rivals) > 1:
         return Listing(entry, None, "", f"registered by several distributions: {', '.join(rivals)}; uninstall all but one")
     spec = find_spec(entry.module)
@@ -95,7 +102,7 @@ def _inspect(entry: Entry) -> Listing:
 def declared(kind: str, attribute: str) -> dict[str, list[str]]:
     """What files may say → the plugins that declare it as a literal, read from their sources without importing them."""
     found: dict[str, list[str]] = {}
-    for entry in entries(kind):
+    for entry in filter(allowed, entries(kind)):
         for value in literal(entry, attribute, ()):
             found.setdefault(value, []).append(entry.name)
     return found

@@ -7,26 +7,37 @@ import importlib
 from collections.abc import Sequence
 
 from fw.errors import UserError, did_you_mean
-from fw.registry.discovery import Entry, entries
-from fw.registry.inspection import api_problem, inspect
+from fw.registry.discovery import Entry, allowed, entries
+from fw.registry.inspection import api_problem, forbidden, inspect
 from fw.registry.plugin import Plugin
+
+
+def entry_of(kind: str, name: str) -> Entry:
+    """The registration that is meant.
+
+    Raises:
+        UserError: there is none (with the list), none that this machine allows, or two distributions claim the name.
+    """
+    found = entries(kind, name)
+    if not found:
+        names = [e.name for e in entries(kind)]
+        raise UserError(f"unknown {kind} '{name}'{did_you_mean(name, names)} (there are: {', '.join(names) or 'none'})")
+    if not (usable := [entry for entry in found if allowed(entry)]):
+        raise UserError(f"{kind} '{name}' {forbidden(found[0])}")
+    if len(usable) > 1:
+        rivals = " and ".join(f"{e.distribution} {e.version}" for e in usable)
+        raise UserError(f"{kind} '{name}' is registered by {rivals}; uninstall one of them")
+    return usable[0]
 
 
 def load(kind: str, name: str, contract: type[Plugin], apis: Sequence[int] = (1,)) -> type[Plugin]:
     """Import the plugin ``name`` of ``kind``, written for one of ``apis``, the versions of the contract that the core speaks.
 
     Raises:
-        UserError: no such plugin (with the list), two distributions claiming the name, a package missing, a module that fails to
-            import, a class that does not fill the kind's contract, or an ``api`` version this core does not speak.
+        UserError: as :func:`entry_of`; or a package missing, a module that fails to import, a class that does not fill the kind's contract,
+            or an ``api`` version this core does not speak.
     """
-    found = entries(kind, name)
-    if not found:
-        names = [e.name for e in entries(kind)]
-        raise UserError(f"unknown {kind} '{name}'{did_you_mean(name, names)} (there are: {', '.join(names) or 'none'})")
-    if len(found) > 1:
-        rivals = " and ".join(f"{e.distribution} {e.version}" for e in found)
-        raise UserError(f"{kind} '{name}' is registered by {rivals}; uninstall one of them")
-    entry = found[0]
+    entry = entry_of(kind, name)
     problem = inspect(entry, apis).problem
     if problem.startswith("needs "):  # said before the import fails with less
         raise UserError(f"{kind} '{name}' {problem}")
