@@ -31,7 +31,7 @@ class Metrics:
         labels = ["model_name"]
 
         def histogram(called: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-            return Histogram(f"vllm:{called}", text, labels, registry=self._registry, buckets=buckets)
+            return Histogram(f"vllm:{called}", text, labels, registry=self._registry, buckets=buckets).labels(name)
 
         self._first = histogram("time_to_first_token_seconds", "From a request's arrival to its first token.", _FIRST)
         self._between = histogram("inter_token_latency_seconds", "Between two tokens of an answer.", _BETWEEN)
@@ -43,27 +43,27 @@ class Metrics:
         )
         self._aborted = Counter(
             "fw:requests_aborted", "Requests whose client has gone, or whose time was over.", labels, registry=self._registry
-        )
+        ).labels(name)
         self.requests, self.aborts = 0, 0
         self._registry.register(_OfEngines(engines, name))
 
     def token(self, seconds: float, first: bool) -> None:
         """One came, so long after the request or after the one before."""
-        (self._first if first else self._between).labels(self._name).observe(seconds)
+        (self._first if first else self._between).observe(seconds)
 
     def ended(self, seconds: float, prompt_tokens: int, answer_tokens: int, reasons: list[str]) -> None:
         """A request has been answered."""
         self.requests += 1
-        self._whole.labels(self._name).observe(seconds)
-        self._prompt.labels(self._name).observe(prompt_tokens)
-        self._answer.labels(self._name).observe(answer_tokens)
+        self._whole.observe(seconds)
+        self._prompt.observe(prompt_tokens)
+        self._answer.observe(answer_tokens)
         for reason in reasons:
             self._ended.labels(self._name, reason).inc()
 
     def aborted(self) -> None:
         """A request has been left."""
         self.requests, self.aborts = self.requests + 1, self.aborts + 1
-        self._aborted.labels(self._name).inc()
+        self._aborted.inc()
 
     def text(self) -> bytes:
         """All of it."""
