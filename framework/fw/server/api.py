@@ -236,9 +236,9 @@ class Api:
     async def merged(self, tickets: Sequence[Ticket]) -> AsyncGenerator[tuple[int, Delta | Result], None]:
         """What becomes of several, as it comes, by their numbers."""
         if len(tickets) == 1:  # nearly always; without a task between
-            async with aclosing(self.follow(tickets[0])) as each_of:
-                async for each in each_of:
-                    yield 0, each
+            async with aclosing(self.follow(tickets[0])) as alone:
+                async for one in alone:
+                    yield 0, one
             return
         told: asyncio.Queue[tuple[int, Delta | Result] | ApiError] = asyncio.Queue()
 
