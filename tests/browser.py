@@ -9,12 +9,12 @@ import select
 import shutil
 import subprocess
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
+from serving import PATIENCE_S, until
+
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-PATIENCE_S = 60.0
 _KEYS = {"Enter": 13, "Tab": 9, "Escape": 27, " ": 32}
 _WRITES = {"Enter": "\r", " ": " "}
 
@@ -108,11 +108,7 @@ class Browser:
 
     def until(self, script: str, seconds: float = PATIENCE_S) -> Any:
         """Likewise, as soon as it is true."""
-        end = time.monotonic() + seconds
-        while not (found := self.get(script)):
-            assert time.monotonic() < end, f"it never came: {script}"
-            time.sleep(0.02)
-        return found
+        return until(lambda: self.get(script), seconds)
 
     def text(self, selector: str) -> str:
         """Of the first element."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
@@ -49,7 +50,7 @@ class Tools:
         return _Forced(self) if self.forced else _Found(self)
 
 
-class Reader:
+class Reader(ABC):
     """Tells calls from what is said in one answer."""
 
     def __init__(self, tools: Tools) -> None:
@@ -67,8 +68,9 @@ class Reader:
             pieces.append(piece)
         return pieces
 
+    @abstractmethod
     def _read(self, text: str, last: bool) -> Sequence[Piece]:
-        raise NotImplementedError
+        """What further text completes, calls that are not wanted among it."""
 
 
 class _Found(Reader):
