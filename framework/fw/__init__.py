@@ -15,15 +15,17 @@ if TYPE_CHECKING:
     from fw.planning.llm import LLM
     from fw.planning.run import train
     from fw.pretrained import load_model, save_model
+    from fw.registry import register
     from fw.tokenizer import load_tokenizer
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "FwError", "RunError", "UserError", "__version__", "load_model", "load_tokenizer", "save_model", "train"]
+__all__ = ["LLM", "FwError", "RunError", "UserError", "__version__", "load_model", "load_tokenizer", "register", "save_model", "train"]
 
 _FROM = {
     "LLM": "fw.planning.llm",
     "load_model": "fw.pretrained",
     "load_tokenizer": "fw.tokenizer",
+    "register": "fw.registry",
     "save_model": "fw.pretrained",
     "train": "fw.planning.run",
 }

@@ -10,12 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fw import registry
 from fw.checkpointing.placement import initialise, local_part, quantizing
 from fw.checkpointing.quantized_files import quantization_for, weights_of
 from fw.checkpointing.tensor_files import ADAPTER, TensorFiles, adapter_for, weights_for
 from fw.errors import UserError
-from fw.kinds import KINDS
+from fw.kinds import make
 from fw.kinds.attention import AttentionPlugin
 from fw.kinds.checkpoint import Reader
 from fw.kinds.data import Rows
@@ -144,17 +143,12 @@ def build_beside(recipe: Recipe, vocab_size: int, spec: StepSpec, attention: Att
     if (wanted := recipe.objective.beside) is None:
         return None
     directory = find(wanted.path)
-    cls = registry.load("model", "auto", ModelPlugin, KINDS["model"].apis)
-    plugin = cls(cls.Config(path=str(directory)))
-    assert isinstance(plugin, ModelPlugin)
+    plugin = make(ModelPlugin, "auto", path=str(directory))
     if plugin.vocab_size != vocab_size:
         raise UserError(f"{wanted.option}: {wanted.path} has {plugin.vocab_size} tokens, this model {vocab_size}; they must be the same")
     quantization = quantization_for(directory)
     if quantization is None or wanted.quantization != "none":
-        quantizing_cls = registry.load("quantization", wanted.quantization, QuantizationPlugin, KINDS["quantization"].apis)
-        chosen = quantizing_cls(quantizing_cls.Config())
-        assert isinstance(chosen, QuantizationPlugin)
-        quantization = chosen
+        quantization = make(QuantizationPlugin, wanted.quantization)
     with torch.device("meta"):
         model = plugin.build(vocab_size, recipe.train.sequence_length, attention)
         model.quantized, model.quantization = quantization.apply(model, spec.precision.compute), quantization

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import subprocess
@@ -11,10 +12,15 @@ from pathlib import Path
 import pytest
 
 from conftest import environment
-from fw import registry
+from fw import registry, train
+from fw.cli import main
+from fw.config import load as load_config
+from fw.config import overridden
 from fw.errors import UserError
 from fw.kinds import KINDS
 from fw.kinds.optimizer import OptimizerPlugin
+from fw.recipe import resolve
+from fw.recipe.resolve import KINDS_OF_A_RUN
 from fw.registry import discovery
 
 GOOD = '''
@@ -159,6 +165,29 @@ def test_an_api_version_that_is_not_spoken_is_refused(site, api, remedy):
     assert line("optimizer", "sign").api == api and remedy in line("optimizer", "sign").problem
     with pytest.raises(UserError, match=rf"written for api {api} of kind 'optimizer', this fw speaks 1; {remedy}"):
         registry.load("optimizer", "sign", OptimizerPlugin)
+
+
+def test_a_plugin_of_an_older_api_works_with_a_word_and_is_refused_once_that_is_not_spoken(site, monkeypatch, workspace, capsys):
+    site("acme", "acme_old", GOOD, "[fw.optimizer]\nsign = acme_old:Sign\n")
+    kind = KINDS["optimizer"]
+
+    def speaks(*versions: int) -> None:
+        apis = registry.Apis(versions, {2: "have spec take a mesh", 3: "return a list"})
+        for kinds in (KINDS, KINDS_OF_A_RUN):
+            monkeypatch.setitem(kinds, "optimizer", dataclasses.replace(kind, apis=apis))
+
+    speaks(1, 2, 3)
+    advice = "was written for api 1 of kind 'optimizer', which a later fw will refuse; for api 3: have spec take a mesh; return a list"
+    recipe = resolve(overridden(load_config("tiny.yaml"), ["optimizer=sign"]))
+    assert recipe.advice == (f"optimizer 'sign' {advice}",)
+    main(["plugins", "list", "optimizer"])
+    assert advice in capsys.readouterr().out
+    assert train("tiny.yaml", "optimizer=sign", "train.max_steps=1").exit_code == 0
+    assert f"warning: optimizer 'sign' {advice}" in capsys.readouterr().err
+
+    speaks(2, 3)
+    with pytest.raises(UserError, match=r"api 1 of kind 'optimizer', this fw speaks 2 and 3; upgrade acme, or change it: have spec take"):
+        resolve(overridden(load_config("tiny.yaml"), ["optimizer=sign"]))
 
 
 def test_a_class_that_fills_another_contract_is_refused(site):

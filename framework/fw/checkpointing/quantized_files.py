@@ -12,7 +12,7 @@ from torch import Tensor
 from fw import registry
 from fw.checkpointing.tensor_files import TensorFiles
 from fw.errors import UserError
-from fw.kinds import KINDS
+from fw.kinds import plugin_class
 from fw.kinds.model import Quantized
 from fw.kinds.quantization import QuantizationPlugin, StoredWeight
 from fw.locate import CONFIG
@@ -89,9 +89,7 @@ def quantization_for(directory: Path | Place) -> QuantizationPlugin | None:
     known = registry.declared("quantization", "hf_methods")
     names = TensorFiles(found).where
     for name in known.get(method, []):
-        cls = registry.load("quantization", name, QuantizationPlugin, KINDS["quantization"].apis)
-        assert issubclass(cls, QuantizationPlugin)
-        if (plugin := cls.from_hf(config, names)) is not None:
+        if (plugin := plugin_class(QuantizationPlugin, name).from_hf(config, names)) is not None:
             return plugin
     raise UserError(
         f"{found / CONFIG}: quantization_config: no quantization plugin reads these weights: quant_method '{method}'"

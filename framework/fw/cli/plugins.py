@@ -48,7 +48,7 @@ def _list(options: argparse.Namespace) -> int:
         kinds = {options.kind: None}
     rows: list[dict[str, Any]] = []
     for kind in kinds:
-        for line in registry.listing(kind, KINDS[kind].apis if kind in KINDS else (1,)):
+        for line in registry.listing(kind, KINDS[kind].apis) if kind in KINDS else registry.listing(kind):
             problem = line.problem or (_import_problem(kind, line.entry.name) if options.imported else "")
             if kind not in KINDS:
                 problem = problem or f"fw has no kind '{kind}'{did_you_mean(kind, KINDS)}"
@@ -62,6 +62,7 @@ def _list(options: argparse.Namespace) -> int:
                     "api": line.api,
                     "available": not problem,
                     "problem": problem,
+                    "advice": line.advice,
                     "summary": line.summary,
                 }
             )
@@ -71,7 +72,7 @@ def _list(options: argparse.Namespace) -> int:
     table = [("KIND", "NAME", "DISTRIBUTION", "API", "AVAILABLE", "")]
     for row in rows:
         state = "yes" if row["available"] else "no"
-        text = row["summary"] if row["available"] else row["problem"]
+        text = (row["advice"] or row["summary"]) if row["available"] else row["problem"]
         table.append((row["kind"], row["name"], f"{row['distribution']} {row['version']}", str(row["api"] or "?"), state, text))
     widths = [max(len(cells[column]) for cells in table) for column in range(5)]
     for cells in table:
@@ -82,10 +83,10 @@ def _list(options: argparse.Namespace) -> int:
 def _show(options: argparse.Namespace) -> int:
     from fw import registry
     from fw.config import options_of
-    from fw.kinds import KINDS
+    from fw.kinds import KINDS, plugin_class
 
     _known(options.kind, KINDS)
-    cls = registry.load(options.kind, options.name, KINDS[options.kind].load_contract())
+    cls = plugin_class(KINDS[options.kind].load_contract(), options.name)
     entry = registry.entry_of(options.kind, options.name)
     fields = options_of(cls.Config)
     rules = [("requires", rule) for rule in cls.requires] + [("conflicts with", rule) for rule in cls.conflicts]
@@ -120,14 +121,13 @@ def _known(kind: str, kinds: object) -> None:
 
 
 def _import_problem(kind: str, name: str) -> str:
-    from fw import registry
     from fw.errors import FwError
-    from fw.kinds import KINDS
+    from fw.kinds import KINDS, plugin_class
 
     if kind not in KINDS:
         return ""
     try:
-        registry.load(kind, name, KINDS[kind].load_contract())
+        plugin_class(KINDS[kind].load_contract(), name)
     except FwError as error:
         return str(error)
     return ""

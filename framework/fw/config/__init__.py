@@ -4,7 +4,7 @@ This package knows nothing of plugins: it reads, layers and remembers. :mod:`fw.
 """
 
 from fw.config.inference import InferenceSection
-from fw.config.load import Config, layered, load, overridden
+from fw.config.load import PLUGINS, Config, layered, load, overridden
 from fw.config.origin import DEFAULT, Origin
 from fw.config.schema import check_interpolations, fill, interpolated, options_of
 from fw.config.sections import ASKED_FOR, LaunchSection, LoaderSection, MemorySection, TrainSection
@@ -15,6 +15,7 @@ from fw.config.yaml_source import dump as to_yaml
 __all__ = [
     "ASKED_FOR",
     "DEFAULT",
+    "PLUGINS",
     "Config",
     "InferenceSection",
     "LaunchSection",

@@ -16,6 +16,9 @@ from fw.config import yaml_source
 from fw.config.origin import DEFAULT, Origin, Path, override
 from fw.errors import UserError
 
+PLUGINS = "plugins"
+"""Section that names files of plugins; such a path is seen from the file that has it, as those of ``extends`` are."""
+
 
 @dataclass(frozen=True)
 class Config:
@@ -68,6 +71,13 @@ def overridden(config: Config, overrides: Sequence[str]) -> Config:
     return replace(config, tree=layers.tree, origins=layers.origins, overrides=(*config.overrides, *overrides))
 
 
+def _from(directory: FilePath, value: Any) -> Any:
+    """Paths of files, made absolute, so that whoever reads the config, wherever it is written to, finds them; all else as it is."""
+    if isinstance(value, list):
+        return [_from(directory, item) for item in value]
+    return str((directory / FilePath(value).expanduser()).resolve()) if isinstance(value, str) and value else value
+
+
 class _Layers:
     def __init__(self, tree: dict[str, Any] | None = None, origins: Mapping[Path, Origin] | None = None) -> None:
         self.tree: dict[str, Any] = tree or {}
@@ -91,6 +101,8 @@ class _Layers:
                 raise UserError(f"{origins[('extends',)]}: extends '{base}', which is no file ({base_file})")
             self.add_file(base_file, (*opened, real))
         self.files.append(str(file))
+        if PLUGINS in tree:
+            tree[PLUGINS] = _from(file.parent, tree[PLUGINS])
         for section, value in tree.items():
             self._merge(section, value, {p: o for p, o in origins.items() if p[0] == section})
 
@@ -103,7 +115,7 @@ class _Layers:
             raise UserError("'extends' belongs in a file; give the other file's values as overrides, or write a file that extends it")
         origin = override(text)
         value, inside = yaml_source.parse_value(value_text, origin)
-        tree: Any = value
+        tree: Any = _from(FilePath(), value) if parts[0] == PLUGINS else value
         origins = {(*parts, *inner): of for inner, of in inside.items()}
         if len(parts) > 1 and isinstance(self.tree.get(parts[0]), list):
             self._set_in_list(parts, value, origins, text)

@@ -124,6 +124,8 @@ def prepare(
         runner = Runner(each, cache, device, adapters, options.replay, between)
         made.append(OverCache(each, runner, cache, adapters, bytes_of, min(longest, cache.capacity)))
     own = made[0]
+    for advice in recipe.advice:
+        say(f"warning: {advice}")
     if own.context < context:
         say(f"keys and values of {own.context:,} tokens fit {format_size(budget)}, so no sequence may have more, instead of {context:,}")
     if own.context < 2:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
-from fw.registry import Plugin
+from fw import registry
+from fw.registry import Apis, Plugin
+
+P = TypeVar("P", bound=Plugin)
 
 
 @dataclass(frozen=True)
@@ -18,7 +22,7 @@ class Kind:
     contract: str
     default: str | None
     many: bool = False
-    apis: tuple[int, ...] = (1,)
+    apis: Apis = field(default_factory=Apis)
     of: str = "run"
 
     def load_contract(self) -> type[Plugin]:
@@ -54,3 +58,23 @@ KINDS: dict[str, Kind] = {
         Kind("launcher", "how processes start", "fw.kinds.launcher:LauncherPlugin", "local"),
     )
 }
+
+
+def plugin_class(contract: type[P], name: str) -> type[P]:
+    """Import the plugin of this name, of the contract's kind.
+
+    Raises:
+        UserError: there is none that can be used; why.
+    """
+    kind = KINDS[contract.kind]
+    return registry.load(kind.name, name, contract, kind.apis)
+
+
+def make(contract: type[P], name: str, **options: Any) -> P:
+    """A plugin, built with options, of others their defaults.
+
+    Raises:
+        UserError: there is none that can be used; why.
+    """
+    cls = plugin_class(contract, name)
+    return cls(cls.Config(**options))

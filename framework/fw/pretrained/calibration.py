@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fw import registry
 from fw.errors import UserError
-from fw.kinds import KINDS
+from fw.kinds import make
 from fw.kinds.data import DataPlugin, Samples, Say
 
 PYTHON_DOCS = "python-docs"
@@ -42,10 +41,8 @@ def calibration_text(text: Sequence[str], tokenizer: Path, rows: int, held_out: 
     Raises:
         UserError: the text is missing, or too short for a row.
     """
-    cls = registry.load("data", "text", DataPlugin, KINDS["data"].apis)
     chosen: dict[str, Any] = {"source": PYTHON_DOCS} if list(text) == [PYTHON_DOCS] else {"files": list(text)}
-    plugin = cls(cls.Config(**chosen, tokenizer=str(tokenizer)))
-    assert isinstance(plugin, DataPlugin)
+    plugin = make(DataPlugin, "text", **chosen, tokenizer=str(tokenizer))
     try:
         plugin.prepare(tell)
         corpus = plugin.open(length)

@@ -11,14 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fw import registry
 from fw.checkpointing.deepspeed_files import DeepSpeedFiles
 from fw.checkpointing.manifest import Digest, hash_file, write_manifest
 from fw.checkpointing.state import RNG, STATE
 from fw.checkpointing.stream import SafetensorsWriter, Sized, index, split
 from fw.config import parse_size
 from fw.errors import UserError
-from fw.kinds import KINDS
+from fw.kinds import make
 from fw.kinds.attention import AttentionPlugin
 from fw.kinds.checkpoint import Part, parts
 from fw.kinds.model import CausalLM
@@ -190,12 +189,9 @@ def _as_model(files: DeepSpeedFiles, model: CausalLM, beside: Path) -> tuple[Gro
 def _meta(directory: Path, config: Mapping[str, Any]) -> CausalLM:
     """The model without storage."""
     plugin = plugin_for(directory, config)
-    kind = KINDS["attention"]
-    attention_cls = registry.load("attention", "sdpa", kind.load_contract(), kind.apis)
-    attention = attention_cls(attention_cls.Config())
-    assert isinstance(attention, AttentionPlugin) and plugin.vocab_size is not None
+    assert plugin.vocab_size is not None
     with torch.device("meta"):
-        return plugin.build(plugin.vocab_size, 1, attention)
+        return plugin.build(plugin.vocab_size, 1, make(AttentionPlugin, "sdpa"))
 
 
 def _trainer(files: DeepSpeedFiles, like: Path) -> dict[str, Any]:

@@ -12,14 +12,13 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from fw import registry
 from fw.checkpointing.placement import quantizing
 from fw.checkpointing.quantized_files import quantization_for, weights_of
 from fw.checkpointing.stream import SafetensorsWriter, Sized, index, size_bytes, split
 from fw.checkpointing.tensor_files import ADAPTER, TensorFiles, adapter_for, weights_for
 from fw.config import parse_size
 from fw.errors import UserError
-from fw.kinds import KINDS
+from fw.kinds import make, plugin_class
 from fw.kinds.attention import AttentionPlugin
 from fw.kinds.checkpoint import parts
 from fw.kinds.model import CausalLM, HFTensor, ModelPlugin
@@ -31,7 +30,6 @@ from fw.pretrained.division import Division
 from fw.pretrained.in_files import choose_in_files, left_out
 from fw.pretrained.new_directory import new_directory
 from fw.pretrained.reading import peft_for
-from fw.registry import Plugin
 
 if TYPE_CHECKING:
     from fw.tokenizer import Tokenizer
@@ -108,7 +106,7 @@ def structure(
     Raises:
         UserError: no such model, or an architecture or a field that is not honoured.
     """
-    model_cls = registry.load("model", model, ModelPlugin, KINDS["model"].apis)
+    model_cls = plugin_class(ModelPlugin, model)
     if "path" not in {field.name for field in dataclasses.fields(model_cls.Config)}:
         raise UserError(f"model '{model}' takes no path, so no directory can be loaded with it; use auto or hf")
     if adapter is None and inside(Path(path), CONFIG) is None and (found := inside(Path(path), ADAPTER_CONFIG)):
@@ -117,12 +115,11 @@ def structure(
         if not path:
             raise UserError(f"{found / ADAPTER_CONFIG} names no base; give the base, and the adapter with it")
     plugin = model_cls(model_cls.Config(path=str(path)))
-    assert isinstance(plugin, ModelPlugin) and plugin.weights is not None
-    chosen = _default("attention", attention) if isinstance(attention, str) else attention
+    assert plugin.weights is not None
+    chosen = make(AttentionPlugin, attention) if isinstance(attention, str) else attention
     given = quantization_for(plugin.weights) if quantization is None else None
-    chosen_bits = quantization if isinstance(quantization, QuantizationPlugin) else _default("quantization", quantization or "none")
+    chosen_bits = quantization if isinstance(quantization, QuantizationPlugin) else make(QuantizationPlugin, quantization or "none")
     quantized = given or chosen_bits
-    assert isinstance(chosen, AttentionPlugin) and isinstance(quantized, QuantizationPlugin)
     assert plugin.vocab_size is not None, "config.json says it, or transformers' default does"
     with torch.device("meta"):
         made = plugin.build(plugin.vocab_size, 1, chosen)
@@ -132,12 +129,6 @@ def structure(
             made.adapters = peft_for(directory).apply(made)
         made.to(dtype)
     return made, plugin.weights, directory
-
-
-def _default(kind: str, name: str) -> Plugin:
-    """A plugin with its default options."""
-    cls = registry.load(kind, name, KINDS[kind].load_contract(), KINDS[kind].apis)
-    return cls(cls.Config())
 
 
 def save_model(

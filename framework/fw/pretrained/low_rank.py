@@ -9,10 +9,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fw import registry
 from fw.checkpointing.tensor_files import ADAPTER, TensorFiles, adapter_for
 from fw.errors import UserError
-from fw.kinds import KINDS
+from fw.kinds import make
 from fw.kinds.attention import AttentionPlugin
 from fw.kinds.model import ModelPlugin
 from fw.locate import ADAPTER_CONFIG, find
@@ -46,9 +45,8 @@ def read_low_rank(base: str | Path, adapter: str | Path, attention: AttentionPlu
         UserError: there is none, it does not fit the model, or it changes more than linear layers by low rank.
     """
     directory = find(adapter, ADAPTER_CONFIG)
-    cls = registry.load("model", "auto", ModelPlugin, KINDS["model"].apis)
-    plugin = cls(cls.Config(path=str(base)))
-    assert isinstance(plugin, ModelPlugin) and plugin.vocab_size is not None
+    plugin = make(ModelPlugin, "auto", path=str(base))
+    assert plugin.vocab_size is not None
     peft = peft_for(directory)
     with torch.device("meta"):
         model = plugin.build(plugin.vocab_size, 1, attention)

@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fw import registry
 from fw.config import format_size
 from fw.errors import UserError
-from fw.kinds import KINDS
+from fw.kinds import plugin_class
 from fw.kinds.data import Say
 from fw.kinds.model import CausalLM
 from fw.kinds.quantization import QuantizationPlugin
@@ -62,12 +61,11 @@ def quantize(
 def _coded(source: Source, method: str, quantization: str, settings: Mapping[str, Any]) -> tuple[CausalLM, int]:
     """The model with codes for weights, on the meta device, and the neighbours that share a scale: where nobody says, the usual number, and
     fewer where it does not divide."""
-    cls = registry.load("quantization", quantization, QuantizationPlugin, KINDS["quantization"].apis)
+    cls = plugin_class(QuantizationPlugin, quantization)
     asked = settings.get(_GROUP_SIZE)
     sizes = (asked,) if asked is not None else (128, 64, 32, _WHOLE_ROWS)
     for size in sizes:
         plugin = cls(cls.Config(**{**settings, _GROUP_SIZE: size}))
-        assert isinstance(plugin, QuantizationPlugin)
         if method not in (*plugin.methods, AWQ):
             raise UserError(f"--method {method}: {quantization} knows {', '.join((*plugin.methods, AWQ))}")
         coded = source.build()

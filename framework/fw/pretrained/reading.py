@@ -9,7 +9,7 @@ from typing import Any
 from fw import registry
 from fw.checkpointing.quantized_files import quantization_for
 from fw.errors import UserError, did_you_mean
-from fw.kinds import KINDS
+from fw.kinds import plugin_class
 from fw.kinds.model import ModelPlugin
 from fw.kinds.peft import PeftPlugin
 from fw.locate import ADAPTER_CONFIG
@@ -36,8 +36,7 @@ def plugin_for(directory: Path, config: Mapping[str, Any], changes: Mapping[str,
         )
     if len(names) > 1:
         raise UserError(f"{place}: several model plugins read model_type '{model_type}': {', '.join(names)}; uninstall all but one")
-    cls = registry.load("model", names[0], ModelPlugin, KINDS["model"].apis)
-    assert issubclass(cls, ModelPlugin)
+    cls = plugin_class(ModelPlugin, names[0])
     if "quantization_config" in config:
         quantization_for(directory)  # who opens the weights knows them; here a method that nobody knows is refused
     config = {key: value for key, value in config.items() if key != "quantization_config"}
@@ -66,8 +65,7 @@ def peft_for(directory: Path) -> PeftPlugin:
     if len(names) != 1:
         which = f"several peft plugins read it: {', '.join(names)}; uninstall all but one" if names else f"there are: {', '.join(known)}"
         raise UserError(f"{place}: peft_type '{peft_type}' has no one plugin ({which})")
-    cls = registry.load("peft", names[0], PeftPlugin, KINDS["peft"].apis)
-    assert issubclass(cls, PeftPlugin)
+    cls = plugin_class(PeftPlugin, names[0])
     try:
         return cls.from_peft(config)
     except (UserError, TypeError, ValueError) as error:

@@ -11,12 +11,11 @@ from typing import Any
 
 import torch
 
-from fw import registry
 from fw.checkpointing.quantized_files import weights_of
 from fw.checkpointing.tensor_files import TensorFiles, weights_for
 from fw.config import parse_size
 from fw.errors import UserError
-from fw.kinds import KINDS
+from fw.kinds import make
 from fw.kinds.attention import AttentionPlugin
 from fw.kinds.data import IGNORED, Say
 from fw.kinds.model import CausalLM, ModelPlugin
@@ -91,10 +90,7 @@ class Source:
         self.dtype = _dtype(look, self.files)
         self.length = _length(look, self.config)
         self.look = look
-        attention = registry.load("attention", "sdpa", AttentionPlugin, KINDS["attention"].apis)
-        made = attention(attention.Config())
-        assert isinstance(made, AttentionPlugin)
-        self.attention = made
+        self.attention = make(AttentionPlugin, "sdpa")
         self._plugin = model_plugin(self.directory)
 
     def build(self) -> CausalLM:
@@ -155,10 +151,7 @@ def rewrite(
 
 def model_plugin(directory: Any) -> ModelPlugin:
     """That reads a model directory."""
-    cls = registry.load("model", "auto", ModelPlugin, KINDS["model"].apis)
-    plugin = cls(cls.Config(path=str(directory)))
-    assert isinstance(plugin, ModelPlugin)
-    return plugin
+    return make(ModelPlugin, "auto", path=str(directory))
 
 
 def device_here() -> torch.device:

@@ -10,7 +10,7 @@ import torch
 
 from fw import registry
 from fw.errors import UserError, did_you_mean
-from fw.kinds import KINDS
+from fw.kinds import KINDS, make
 from fw.kinds.attention import AttentionPlugin
 from fw.kinds.model import CausalLM, ModelPlugin
 from fw.locate import find
@@ -103,16 +103,10 @@ def measure(name: str, model: CausalLM) -> ModelSize:
 
 
 def _default(name: str) -> ModelPlugin:
-    cls = registry.load("model", name, ModelPlugin, KINDS["model"].apis)
-    plugin = cls(cls.Config())
-    assert isinstance(plugin, ModelPlugin)
-    return plugin
+    return make(ModelPlugin, name)
 
 
 def _attention() -> AttentionPlugin:
     kind = KINDS["attention"]
     assert kind.default is not None
-    cls = registry.load("attention", kind.default, AttentionPlugin, kind.apis)
-    made = cls(cls.Config())
-    assert isinstance(made, AttentionPlugin)
-    return made
+    return make(AttentionPlugin, kind.default)

@@ -9,7 +9,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from fw import registry
-from fw.config import Config, interpolated, layered
+from fw.config import PLUGINS, Config, interpolated, layered
 from fw.errors import UserError, did_you_mean
 from fw.kinds import KINDS, Kind
 from fw.registry import Plugin
@@ -31,6 +31,25 @@ def check_sections(config: Config, known: Sequence[str], elsewhere: Mapping[str,
             raise UserError(
                 f"{config.origin((section,))}: unknown section '{section}'{did_you_mean(section, known)} (there are: {', '.join(known)})"
             )
+
+
+def load_plugins(config: Config) -> list[str]:
+    """Run the files that a config names under ``plugins``, so that what they register can be named; which these are.
+
+    Raises:
+        UserError: it is no list of files, or one cannot be used.
+    """
+    value = config.tree.get(PLUGINS)
+    files = [] if value is None else value if isinstance(value, list) else [value]
+    for number, file in enumerate(files):
+        place = config.origin((PLUGINS, str(number)))
+        if not isinstance(file, str) or not file:
+            raise UserError(f"{place}: plugins is a list of Python files, like 'plugins: [./mine.py]', not {file!r}")
+        try:
+            registry.load_file(file)
+        except UserError as error:
+            raise UserError(f"{place}: plugins: {error}") from error.__cause__
+    return files
 
 
 @dataclass(frozen=True)

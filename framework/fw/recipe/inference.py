@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from fw.config import Config, InferenceSection, check_interpolations, fill
+from fw.config import PLUGINS, Config, InferenceSection, check_interpolations, fill
 from fw.errors import UserError
 from fw.kinds import KINDS
 from fw.kinds.kv_cache import KVCachePlugin
 from fw.kinds.offload import OffloadPolicy
 from fw.kinds.quantization import QuantizationPlugin
-from fw.recipe.choosing import check_sections, choose, options_in, with_defaults
+from fw.recipe import rules
+from fw.recipe.choosing import check_sections, choose, load_plugins, options_in, with_defaults
 
 INFERENCE = "inference"
 OFFLOAD = "offload"
@@ -26,6 +27,7 @@ class InferenceRecipe:
     Attributes:
         offload: of the weights.
         quantization: of the weights; None for as the files hold them.
+        advice: what to know of the plugins, a sentence each.
     """
 
     config: Config
@@ -33,6 +35,7 @@ class InferenceRecipe:
     offload: OffloadPolicy
     quantization: QuantizationPlugin | None
     inference: InferenceSection
+    advice: tuple[str, ...] = ()
 
 
 def resolve_inference(config: Config) -> InferenceRecipe:
@@ -45,17 +48,22 @@ def resolve_inference(config: Config) -> InferenceRecipe:
     sections = [*KINDS, "train", "loader", "launch", "memory", "resume"]
     other = {name: _ELSEWHERE for name in sections if name not in (kind.name, OFFLOAD, QUANTIZATION)}
     other["serve"] = "give it to fw serve"
-    check_sections(config, [kind.name, OFFLOAD, QUANTIZATION, INFERENCE], other)
+    check_sections(config, [kind.name, OFFLOAD, QUANTIZATION, INFERENCE, PLUGINS], other)
     check_interpolations(config)
+    load_plugins(config)
     chosen = {kind.name: choose(kind, config), OFFLOAD: choose(KINDS[OFFLOAD], config)}
     if QUANTIZATION in config.tree:
         chosen[QUANTIZATION] = choose(KINDS[QUANTIZATION], config)
     root = with_defaults(config, chosen, {INFERENCE: InferenceSection})
-    made: Any = {pick.path[0]: pick.cls(fill(pick.cls.Config, config, pick.path, pick.options, root)) for (pick,) in chosen.values()}
+    made: dict[str, Any] = {}
+    for name, (pick,) in chosen.items():
+        made[name] = pick.cls(fill(pick.cls.Config, config, pick.path, pick.options, root))
+    named = {name: [(pick.name, made[name])] for name, (pick,) in chosen.items()}
+    rules.check(named, config)
     options = fill(InferenceSection, config, (INFERENCE,), options_in(config, INFERENCE), root)
     offload = made[OFFLOAD].policy()
     _check_offload(config, offload, options)
-    return InferenceRecipe(config, made[kind.name], offload, made.get(QUANTIZATION), options)
+    return InferenceRecipe(config, made[kind.name], offload, made.get(QUANTIZATION), options, rules.advice(named))
 
 
 def _check_offload(config: Config, offload: OffloadPolicy, options: InferenceSection) -> None:

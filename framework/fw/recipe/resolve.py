@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path as FilePath
 from typing import Any, cast
@@ -13,6 +13,7 @@ import torch
 from fw import registry
 from fw.config import (
     DEFAULT,
+    PLUGINS,
     Config,
     LaunchSection,
     LoaderSection,
@@ -42,7 +43,7 @@ from fw.kinds.schedule import SchedulePlugin
 from fw.kinds.sharding import REPLICATE, SHARD, TENSOR, ShardingPlugin, StepSpec
 from fw.place import Place, place
 from fw.recipe import batch, rules
-from fw.recipe.choosing import check_sections, choose, options_in, with_defaults
+from fw.recipe.choosing import Pick, check_sections, choose, load_plugins, options_in, with_defaults
 from fw.recipe.saving import check_saving
 from fw.recipe.world import World, current_world, world_size
 from fw.registry import Plugin
@@ -86,6 +87,8 @@ class Recipe:
     micro_batch_size: int
     names: Mapping[str, tuple[str, ...]]
     tree: Mapping[str, Any]
+    advice: tuple[str, ...]
+    """What to know of its plugins before it starts, a sentence each."""
 
     @property
     def replicas(self) -> int:
@@ -177,8 +180,9 @@ def resolve(config: Config, world: World | None = None, *, starts: bool = True) 
     Raises:
         UserError: unknown section, plugin or option, wrong type, rules broken, or a batch or mesh that does not divide.
     """
-    check_sections(config, [*KINDS_OF_A_RUN, *SECTIONS, RESUME, "extends"], GENERATING)
+    check_sections(config, [*KINDS_OF_A_RUN, *SECTIONS, RESUME, PLUGINS, "extends"], GENERATING)
     check_interpolations(config)
+    files = load_plugins(config)
     chosen = {name: choose(kind, config) for name, kind in KINDS_OF_A_RUN.items()}
     root = with_defaults(config, chosen, SECTIONS)
 
@@ -199,6 +203,8 @@ def resolve(config: Config, world: World | None = None, *, starts: bool = True) 
     sections = {"train": train, "loader": loader, "launch": launch, "memory": memory}
     tree |= {name: dataclasses.asdict(section) for name, section in sections.items()}  # type: ignore[call-overload]
     tree[RESUME] = resume = _resume(config)
+    if files:
+        tree[PLUGINS] = files
 
     rules.check(made, config)
     _check_measured(config, train, memory)
@@ -209,6 +215,8 @@ def resolve(config: Config, world: World | None = None, *, starts: bool = True) 
             f"{config.origin(('launch', 'nodes'))}: launch.nodes: {launch.nodes} hosts need launch.rendezvous=HOST:PORT,"
             f" an address of one of them"
         )
+    if starts and (size > 1 or launch.max_restarts > 0) and not (world and world.launched):
+        _check_known_to_all(config, chosen)
     sharding = cast(ShardingPlugin, made["sharding"][0][1])
     try:
         mesh_shape = sharding.mesh_shape(size)
@@ -237,8 +245,20 @@ def resolve(config: Config, world: World | None = None, *, starts: bool = True) 
         micro_batch_size=batch.micro_batch_size(train, _replicas(mesh_shape), config),
         names={kind: tuple(name for name, _ in plugins) for kind, plugins in made.items()},
         tree=tree,
+        advice=rules.advice(made),
         **cast(dict[str, Any], one),
     )
+
+
+def _check_known_to_all(config: Config, chosen: Mapping[str, Sequence[Pick]]) -> None:
+    """Ranks are processes of their own, which know what the config names."""
+    for kind, picks in chosen.items():
+        for pick in picks:
+            if registry.only_here(kind, pick.name):
+                raise UserError(
+                    f"{config.origin((kind,))}: {kind} '{pick.name}' was registered in this process alone, and ranks are processes of"
+                    f" their own; put it into a file and name that: plugins: [./FILE.py]"
+                )
 
 
 def _replicas(mesh_shape: Mapping[str, int]) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from fw.config import Config
 from fw.errors import UserError
+from fw.kinds import KINDS
 from fw.registry import Plugin
 
 
@@ -13,7 +14,8 @@ def check(chosen: Mapping[str, Sequence[tuple[str, Plugin]]], config: Config) ->
     """Refuse the first broken rule.
 
     Args:
-        chosen: by kind, the names and plugins of the recipe.
+        chosen: by kind, the names and plugins of the recipe. What is required of a kind that is not there is not: generating has no
+            optimizer.
 
     Raises:
         UserError: two plugins conflict, or one lacks what it requires; the sentence has both, the reason and the way out.
@@ -26,6 +28,8 @@ def check(chosen: Mapping[str, Sequence[tuple[str, Plugin]]], config: Config) ->
                     if other in rule.names:
                         raise UserError(f"{place}: {kind} '{name}' does not work with {rule.kind} '{other}', because {rule.because}")
             for need in plugin.requires:
+                if need.kind not in chosen:
+                    continue
                 names = [other for other, _ in chosen.get(need.kind, ())]
                 if not any(other in need.names for other in names):
                     wanted = " or ".join(f"'{n}'" for n in need.names)
@@ -33,3 +37,9 @@ def check(chosen: Mapping[str, Sequence[tuple[str, Plugin]]], config: Config) ->
                         f"{place}: {kind} '{name}' needs {need.kind} {wanted}, because {need.because};"
                         f" the config has {' and '.join(names) or 'none'}"
                     )
+
+
+def advice(chosen: Mapping[str, Sequence[tuple[str, Plugin]]]) -> tuple[str, ...]:
+    """What there is to know of plugins that work and yet are of yesterday, a sentence each; the argument is that of :func:`check`."""
+    found = ((kind, name, KINDS[kind].apis.advice(kind, plugin.api)) for kind, plugins in chosen.items() for name, plugin in plugins)
+    return tuple(f"{kind} '{name}' {text}" for kind, name, text in found if text)

@@ -1,11 +1,14 @@
-"""Finding plugins by entry point, without importing them, and loading the ones a config names."""
+"""Finding plugins by entry point, without importing them, loading the ones a config names, and registering those of files."""
 
+from fw.registry.apis import Apis
 from fw.registry.discovery import Entry, entries, kinds_found
 from fw.registry.inspection import Listing, declared, inspect, listing, literal
 from fw.registry.loading import entry_of, load
 from fw.registry.plugin import Conflicts, NoOptions, Plugin, Requires
+from fw.registry.registering import load_file, only_here, register
 
 __all__ = [
+    "Apis",
     "Conflicts",
     "Entry",
     "Listing",
@@ -20,4 +23,7 @@ __all__ = [
     "listing",
     "literal",
     "load",
+    "load_file",
+    "only_here",
+    "register",
 ]

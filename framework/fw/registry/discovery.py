@@ -1,4 +1,4 @@
-"""Which plugins are installed: read from the metadata of distributions, nothing imported."""
+"""Which plugins there are: read from the metadata of distributions, nothing imported, and those that code has registered."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import re
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 GROUP_PREFIX = "fw."
 ALLOWED = "FW_PLUGINS"
@@ -15,7 +16,7 @@ ALLOWED = "FW_PLUGINS"
 
 @dataclass(frozen=True)
 class Entry:
-    """One registered name. ``target`` is ``module:Class``."""
+    """One registered name. ``target`` is ``module:Class``; where none is installed, ``distribution`` is the file or the module."""
 
     kind: str
     name: str
@@ -34,6 +35,10 @@ class Entry:
         return self.target.partition(":")[2].partition("[")[0].strip()
 
 
+REGISTERED: dict[Entry, type[Any]] = {}
+"""Plugins that are not installed, and their classes (:mod:`fw.registry.registering`)."""
+
+
 @cache
 def _all() -> tuple[Entry, ...]:
     found: dict[Entry, None] = {}  # a distribution that is on sys.path twice is one distribution
@@ -47,17 +52,17 @@ def _all() -> tuple[Entry, ...]:
 
 def entries(kind: str, name: str | None = None) -> tuple[Entry, ...]:
     """Every registration of ``kind``, duplicates included; only those called ``name`` where one is given."""
-    return tuple(e for e in _all() if e.kind == kind and name in (None, e.name))
+    return tuple(e for e in (*_all(), *REGISTERED) if e.kind == kind and name in (None, e.name))
 
 
 def kinds_found() -> tuple[str, ...]:
     """The kinds for which any plugin is registered, sorted."""
-    return tuple(sorted({e.kind for e in _all()}))
+    return tuple(sorted({e.kind for e in (*_all(), *REGISTERED)}))
 
 
 def allowed(entry: Entry) -> bool:
     """Whether its plugin may be used on this machine."""
-    if (named := os.environ.get(ALLOWED)) is None:
+    if (named := os.environ.get(ALLOWED)) is None or entry in REGISTERED:  # where it is set, nothing is registered
         return True
     return _normal(entry.distribution) in {"fw", *(_normal(name) for name in named.split(","))}
 

@@ -15,17 +15,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from fw.registry.discovery import ALLOWED, Entry, allowed, entries
+from fw.registry.apis import FIRST, Apis
+from fw.registry.discovery import ALLOWED, REGISTERED, Entry, allowed, entries
 
 
 @dataclass(frozen=True)
 class Listing:
-    """A line of ``fw plugins list``. ``problem`` is empty where the plugin can be used."""
+    """A line of ``fw plugins list``. ``problem`` is empty where the plugin can be used; ``advice`` says what to know of one that can."""
 
     entry: Entry
     api: int | None
     summary: str
     problem: str
+    advice: str = ""
 
     @property
     def available(self) -> bool:
@@ -33,29 +35,21 @@ class Listing:
         return not self.problem
 
 
-def listing(kind: str, apis: Sequence[int] = (1,)) -> list[Listing]:
+def listing(kind: str, apis: Apis = FIRST) -> list[Listing]:
     """All plugins of a kind, broken ones included, each with the reason; ``apis`` are the versions of its contract the core speaks."""
     return [inspect(entry, apis) for entry in entries(kind)]
 
 
-def inspect(entry: Entry, apis: Sequence[int] = (1,)) -> Listing:
+def inspect(entry: Entry, apis: Apis = FIRST) -> Listing:
     """One plugin. Whatever its source holds, the answer is a listing."""
     try:
         found = _inspect(entry)
         if not found.problem and found.api is not None:
-            return replace(found, problem=api_problem(entry, found.api, apis))
+            problem, advice = apis.problem(entry.kind, found.api, entry.distribution), apis.advice(entry.kind, found.api)
+            return replace(found, problem=problem, advice=advice)
         return found
     except Exception as error:
         return Listing(entry, None, "", f"broken: its source cannot be made sense of ({type(error).__name__}: {error})")
-
-
-def api_problem(entry: Entry, api: object, apis: Sequence[int]) -> str:
-    """Why the core cannot honour a plugin written for version ``api`` of its kind's contract, or an empty string."""
-    if api in apis:
-        return ""
-    newest = max(apis)
-    remedy = "upgrade fw" if isinstance(api, int) and api > newest else f"upgrade {entry.distribution}"
-    return f"was written for api {api} of kind '{entry.kind}', this fw speaks {newest}; {remedy}"
 
 
 def forbidden(entry: Entry) -> str:
@@ -69,6 +63,8 @@ def _inspect(entry: Entry) -> Listing:
     rivals = sorted({e.distribution for e in entries(entry.kind, entry.name) if allowed(e)})
     if len(rivals) > 1:
         return Listing(entry, None, "", f"registered by several distributions: {', '.join(rivals)}; uninstall all but one")
+    if (cls := REGISTERED.get(entry)) is not None:
+        return Listing(entry, cls.api, (cls.__doc__ or "").strip().partition("\n")[0], missing_packages(cls.packages))
     spec = find_spec(entry.module)
     if spec is None:
         return Listing(entry, None, "", f"module {entry.module} not found; reinstall {entry.distribution}")
@@ -110,6 +106,8 @@ def declared(kind: str, attribute: str) -> dict[str, list[str]]:
 
 def literal(entry: Entry, name: str, default: Any) -> Any:
     """A class attribute of a plugin as its source has it, where it is a literal there; else ``default``. Nothing is imported."""
+    if (cls := REGISTERED.get(entry)) is not None:
+        return getattr(cls, name, default)
     spec = find_spec(entry.module)
     if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
         return default

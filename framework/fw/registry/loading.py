@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-from collections.abc import Sequence
+from typing import TypeVar
 
 from fw.errors import UserError, did_you_mean
-from fw.registry.discovery import Entry, allowed, entries
-from fw.registry.inspection import api_problem, forbidden, inspect
+from fw.registry.apis import FIRST, Apis
+from fw.registry.discovery import REGISTERED, Entry, allowed, entries
+from fw.registry.inspection import forbidden, inspect
 from fw.registry.plugin import Plugin
+
+P = TypeVar("P", bound=Plugin)
 
 
 def entry_of(kind: str, name: str) -> Entry:
@@ -30,7 +33,7 @@ def entry_of(kind: str, name: str) -> Entry:
     return usable[0]
 
 
-def load(kind: str, name: str, contract: type[Plugin], apis: Sequence[int] = (1,)) -> type[Plugin]:
+def load(kind: str, name: str, contract: type[P], apis: Apis = FIRST) -> type[P]:
     """Import the plugin ``name`` of ``kind``, written for one of ``apis``, the versions of the contract that the core speaks.
 
     Raises:
@@ -45,6 +48,8 @@ def load(kind: str, name: str, contract: type[Plugin], apis: Sequence[int] = (1,
 
 
 def _import(entry: Entry) -> object:
+    if entry in REGISTERED:
+        return REGISTERED[entry]
     what = f"{entry.kind} '{entry.name}' ({entry.distribution} {entry.version})"
     try:
         module = importlib.import_module(entry.module)
@@ -56,11 +61,11 @@ def _import(entry: Entry) -> object:
         raise UserError(f"{what} is broken: {entry.module} has no {entry.attribute}") from None
 
 
-def _check(entry: Entry, cls: object, contract: type[Plugin], apis: Sequence[int]) -> type[Plugin]:
+def _check(entry: Entry, cls: object, contract: type[P], apis: Apis) -> type[P]:
     what = f"{entry.kind} '{entry.name}' ({entry.distribution} {entry.version})"
     if not (isinstance(cls, type) and issubclass(cls, contract)):
         raise UserError(f"{what} is no {contract.__name__}: derive {entry.attribute} from {contract.__module__}.{contract.__name__}")
-    if problem := api_problem(entry, cls.api, apis):
+    if problem := apis.problem(entry.kind, cls.api, entry.distribution):
         raise UserError(f"{what} {problem}")
     if not dataclasses.is_dataclass(cls.Config):
         raise UserError(f"{what} is broken: its Config is no dataclass")

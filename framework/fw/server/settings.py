@@ -9,14 +9,14 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
-from fw.config import Config, ServeSection, check_interpolations, fill, load, overridden
+from fw.config import PLUGINS, Config, ServeSection, check_interpolations, fill, load, overridden
 from fw.errors import UserError
 
 SECTION = "serve"
 _KEYS = "FW_API_KEYS"
 _SUFFIXES = (".yaml", ".yml")
 _OF_A_RUN = ("train", "data")
-_OF_ITS_SERVER = (SECTION, "inference", "kv_cache")
+_OF_ITS_SERVER = (SECTION, "inference", "kv_cache", PLUGINS)
 """Sections that such a config, or one that extends it, may have for its server; others say how it is trained."""
 
 

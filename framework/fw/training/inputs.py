@@ -52,6 +52,8 @@ def open_data(recipe: Recipe, say: Say) -> tuple[Corpus, Batches, int]:
 
 def note(recipe: Recipe, device: torch.device) -> None:
     """Say what there is to know of plugins before the run."""
+    for advice in recipe.advice:
+        say(f"warning: {advice}")
     if text := recipe.step_spec(device).optimizer.note:
         say(text)
     if recipe.names["peft"] != ("none",) and recipe.model.weights is None:
