@@ -12,10 +12,11 @@ import yaml
 import fw as framework
 from conftest import TINY, column
 from fw import registry
-from fw.config import load, overridden, to_yaml
+from fw.config import Config, load, overridden, to_yaml
 from fw.errors import UserError
 from fw.kinds.optimizer import OptimizerPlugin, OptimizerSpec
 from fw.planning.plan import plan
+from fw.recipe.inference import resolve_inference
 from fw.recipe.resolve import resolve
 from fw.registry import discovery
 
@@ -176,6 +177,19 @@ def test_what_names_no_file_is_refused(mine: Path, value: str, said: str):
     config.write_text(f"extends: ../tiny.yaml\nplugins: {value}\noptimizer: adamw\n")
     with pytest.raises(UserError, match=said):
         resolve(load(config))
+
+
+def test_an_override_that_names_no_file_is_said_to_be_it(mine: Path):
+    with pytest.raises(UserError, match=r"override plugins\.x=5: plugins is a list of Python files"):
+        resolve(overridden(load("tiny.yaml"), ["plugins.x=5", "optimizer=adamw"]))
+
+
+def test_what_a_kv_cache_declares_of_others_counts_when_generating(workspace: Path):
+    (workspace / "cache.py").write_text(f"{CACHE}    conflicts = (fw.registry.Conflicts('quantization', ('nf4',), 'it says so'),)\n")
+    asked = overridden(Config("generate", {}, {}), ["plugins=[cache.py]", "kv_cache=mine"])
+    resolve_inference(asked)
+    with pytest.raises(UserError, match="kv_cache 'mine' does not work with quantization 'nf4', because it says so"):
+        resolve_inference(overridden(asked, ["quantization=nf4"]))
 
 
 def test_where_only_installed_plugins_are_allowed_no_file_is_run(mine: Path, monkeypatch):

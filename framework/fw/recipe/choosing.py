@@ -42,7 +42,7 @@ def load_plugins(config: Config) -> list[str]:
     value = config.tree.get(PLUGINS)
     files = [] if value is None else value if isinstance(value, list) else [value]
     for number, file in enumerate(files):
-        place = config.origin((PLUGINS, str(number)))
+        place = config.origin((PLUGINS, str(number)) if files is value else (PLUGINS,))
         if not isinstance(file, str) or not file:
             raise UserError(f"{place}: plugins is a list of Python files, like 'plugins: [./mine.py]', not {file!r}")
         try:
