@@ -10,6 +10,7 @@ import torch
 import yaml
 
 import fw as framework
+import serving
 from conftest import TINY, column
 from fw import registry
 from fw.config import Config, load, overridden, to_yaml
@@ -251,3 +252,22 @@ def test_a_model_of_a_file_trains_and_what_it_saved_generates(workspace: Path, f
     assert fw(*asked, "plugins=[mine.py]").ok().out
     without = fw(*asked)
     assert without.code == 2 and "mine" in without.err and "Traceback" not in without.err
+
+
+def test_a_kv_cache_of_a_file_serves(workspace: Path):
+    model = serving.make_model(workspace / "model")
+    (workspace / "cache.py").write_text(CACHE)
+    (workspace / "server.yaml").write_text(f"plugins: [cache.py]\nkv_cache: mine\nserve: {{model: {model}, name: it}}\n")
+    asked = {"model": "it", "prompt": "one two", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+    said = []
+    for words in (["server.yaml"], [str(model), "kv_cache=contiguous", "serve.name=it"]):
+        with serving.serving(*words) as server, server.client() as client:
+            said.append(client.post("/v1/completions", json=asked).raise_for_status().json()["choices"])
+    assert said[0] == said[1]
+
+
+def test_a_file_that_cannot_be_used_ends_the_server_with_its_sentence(workspace: Path, fw):
+    (workspace / "bad.py").write_text("x(\n")
+    ended = fw("serve", str(serving.make_model(workspace / "model")), "plugins=[bad.py]", "--port", "0")
+    assert ended.code == 2 and "override plugins=[bad.py]: plugins: " in ended.err and "bad.py:1 raised SyntaxError" in ended.err
+    assert "Traceback" not in ended.err
