@@ -103,6 +103,7 @@ def test_it_is_listed_trained_with_and_refused_where_it_conflicts(workspace, sit
         "api": 1,
         "available": True,
         "problem": "",
+        "advice": "",
         "summary": "Plain gradient descent from a package of its own.",
     }
     assert "Step size." in fw("plugins", "show", "optimizer", "acme_sgd").stdout
