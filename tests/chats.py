@@ -9,8 +9,8 @@ from pathlib import Path
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
-from fw import registry
-from fw.kinds import KINDS
+from fw.kinds import make
+from fw.kinds.data import DataPlugin
 from fw.tokenizer import Tokenizer
 
 PLAIN = (
@@ -37,8 +37,7 @@ def write_tokenizer(directory: Path, template: str | None) -> Path:
 
 
 def plugin(name: str, **options: object):
-    cls = registry.load("data", name, KINDS["data"].load_contract(), KINDS["data"].apis)
-    return cls(cls.Config(**options))
+    return make(DataPlugin, name, **options)
 
 
 def write(file: Path, *values: object) -> str:

@@ -7,8 +7,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import fw
-from fw import registry
 from fw.checkpointing.placement import initialise
+from fw.kinds import make
 from fw.kinds.model import ModelPlugin
 from fw_plugins.attention.sdpa import SDPAttention
 
@@ -27,9 +27,8 @@ ARCHITECTURES = {
 
 
 def build(name: str) -> torch.nn.Module:
-    cls = registry.load("model", name, ModelPlugin)
     with torch.device("meta"):
-        model = cls(cls.Config(**ARCHITECTURES[name])).build(77, 48, SDPAttention(None))
+        model = make(ModelPlugin, name, **ARCHITECTURES[name]).build(77, 48, SDPAttention(None))
     model.materialise(torch.device("cpu"))
     for parameter, tensor in model.stored().items():
         initialise(tensor.data, parameter, model.init(parameter), seed=0)
@@ -70,8 +69,7 @@ def test_compiled_blocks_compute_the_same(name):
 
 
 def test_gpt2_drops_in_training_only():
-    cls = registry.load("model", "gpt2", ModelPlugin)
-    published = cls(cls.Config()).config
+    published = make(ModelPlugin, "gpt2").config
     assert (published.embd_pdrop, published.attn_pdrop, published.resid_pdrop) == (0.1, 0.1, 0.1)
     model, ids = build("gpt2"), torch.arange(40)[None]
     expected = model(ids)

@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
-from fw import registry
 from fw.checkpointing.placement import initialise
 from fw.errors import RunError, UserError
-from fw.kinds import KINDS
+from fw.kinds import make
 from fw.kinds.activation import ActivationPlugin
 from fw.kinds.model import CausalLM
 from fw.kinds.offload import OffloadPolicy
@@ -65,8 +64,7 @@ MODELS: dict[str, Callable[[], CausalLM]] = {
 
 
 def plugin(name: str, **options: Any) -> ActivationPlugin:
-    cls = registry.load("activation", name, KINDS["activation"].load_contract(), (1,))
-    return cls(cls.Config(**options) if cls.Config else None)
+    return make(ActivationPlugin, name, **options)
 
 
 def build(architecture: str, name: str = "none", **options: Any) -> CausalLM:

@@ -14,11 +14,11 @@ import fw
 from chats import PLAIN, opened, plugin, write, write_tokenizer
 from conftest import column
 from conftest import fw as start
-from fw import registry
 from fw.cli import main
 from fw.errors import UserError
-from fw.kinds import KINDS
+from fw.kinds import make
 from fw.kinds.data import IGNORED
+from fw.kinds.objective import ObjectivePlugin
 from fw.training.packing import PackedRows
 
 transformers = pytest.importorskip("transformers")
@@ -53,8 +53,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def objective(**options: object):
-    cls = registry.load("objective", "dpo", KINDS["objective"].load_contract(), KINDS["objective"].apis)
-    return cls(cls.Config(**options))
+    return make(ObjectivePlugin, "dpo", **options)
 
 
 def rows(length: int) -> dict[str, torch.Tensor]:

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 import fw
-from fw import registry
 from fw.cli import main
-from fw.kinds import KINDS
+from fw.kinds import make
+from fw.kinds.quantization import QuantizationPlugin
 
 bitsandbytes = pytest.importorskip("bitsandbytes")
 transformers = pytest.importorskip("transformers")
@@ -31,10 +31,9 @@ class _Alone(nn.Module):
 
 
 def layer(name: str, values: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype, **options: object) -> nn.Module:
-    cls = registry.load("quantization", name, KINDS["quantization"].load_contract(), KINDS["quantization"].apis)
     with torch.device("meta"):
         model = _Alone(*values.shape, bias is not None).to(dtype)
-        (weight,) = cls(cls.Config(**options)).apply(model, dtype).values()
+        (weight,) = make(QuantizationPlugin, name, **options).apply(model, dtype).values()
     model.to_empty(device="cpu")
     for key, value in weight.quantize(values.to(dtype)).items():
         model.get_parameter(key).data.copy_(value)

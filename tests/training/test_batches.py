@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 
 from conftest import fw
-from fw import registry
 from fw.checkpointing.placement import initialise
 from fw.config import LoaderSection, load
 from fw.errors import UserError
+from fw.kinds import make
 from fw.kinds.model import ModelPlugin
 from fw.meter.allocations import allocations
 from fw.meter.flops import ModelFlops
@@ -51,9 +51,8 @@ class Documents:
 
 
 def build(name, **more):
-    cls = registry.load("model", name, ModelPlugin)
     with torch.device("meta"):
-        model = cls(cls.Config(**{**ARCHITECTURES[name], **more})).build(VOCABULARY, LONGEST, SDPAttention(None))
+        model = make(ModelPlugin, name, **{**ARCHITECTURES[name], **more}).build(VOCABULARY, LONGEST, SDPAttention(None))
     model.materialise(torch.device("cpu"))
     for parameter, tensor in model.stored().items():
         initialise(tensor.data, parameter, model.init(parameter), seed=0)

@@ -19,10 +19,10 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 from tqdm import tqdm
 
 import fw  # noqa: F401 - before torch is used, whose profiler it keeps quiet
-from fw import registry
 from fw.checkpointing.placement import initialise
 from fw.config import format_size
-from fw.kinds import KINDS
+from fw.kinds import make
+from fw.kinds.activation import ActivationPlugin
 from fw.kinds.model import CausalLM
 from fw.kinds.offload import OffloadPolicy
 from fw.kinds.optimizer import OptimizerSpec
@@ -53,11 +53,8 @@ def build(way: str, options: argparse.Namespace) -> CausalLM:
     config = LlamaConfig(options.width, options.blocks, options.width // 64, intermediate_size=options.width * 11 // 4)
     with torch.device("meta"):
         model = Llama(config, 256, options.tokens, SDPAttention(None))
-    cls = registry.load("activation", way, KINDS["activation"].load_contract(), (1,))
     precision = PrecisionPolicy(torch.float32, options.dtype, torch.float32)
-    cls(cls.Config() if cls.Config else None).apply(
-        model, StepSpec(precision, OffloadPolicy(), OptimizerSpec(torch.optim.SGD, 0.1)), options.tokens
-    )
+    make(ActivationPlugin, way).apply(model, StepSpec(precision, OffloadPolicy(), OptimizerSpec(torch.optim.SGD, 0.1)), options.tokens)
     model.materialise(torch.device("cpu"))
     for name, parameter in model.named_parameters():
         initialise(parameter.data, name, model.init(name), 0)
