@@ -55,7 +55,9 @@ def test_a_cut_cable_fails_both_hosts_and_the_run_goes_on_when_it_is_back(tmp_pa
     if done.returncode == 77:
         pytest.skip(done.stdout.strip())
     assert done.returncode == 0, done.stdout + done.stderr
-    for host in ("a", "b"):
-        assert f"host {host} | fw: error: rank" in done.stdout
+    assert "host a | fw: error: rank" in done.stdout
+    # The other host loses its peers and the store at once: which of them it misses first is chance.
+    unreachable = "the rendezvous host cannot be reached any more; it has ended or the network is down"
+    assert "host b | fw: error: rank" in done.stdout or f"host b | fw: error: {unreachable}" in done.stdout
     assert "another rank did not answer within launch.timeout=10 s" in done.stdout
     assert "largest relative difference of losses" in done.stdout
