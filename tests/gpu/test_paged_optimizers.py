@@ -57,6 +57,7 @@ def test_the_bits_of_the_same_without_pages_and_none_of_the_allocators_bytes(pai
     assert all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(*results, strict=True))
 
 
+@pytest.mark.alone
 def test_more_state_than_the_device_has_room_for():
     """Of 3 GiB that are left free weights take 1.5, and their two moments 3."""
     free, _ = torch.cuda.mem_get_info()

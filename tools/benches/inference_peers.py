@@ -63,12 +63,15 @@ def of_transformers(model: str, weights: str, context: int, most: int) -> Run:
     import torch
     from transformers import AutoModelForCausalLM
 
-    theirs = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).eval()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    theirs = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).eval().to(device)
 
     def timed(prompts: list[list[int]], new: int) -> float:
-        ids = torch.tensor(prompts)
+        ids = torch.tensor(prompts, device=device)
         begin = time.perf_counter()
-        theirs.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, min_new_tokens=new, do_sample=False, pad_token_id=0)
+        theirs.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, min_new_tokens=new, do_sample=False, pad_token_id=0
+        ).cpu()
         return time.perf_counter() - begin
 
     return in_two(timed)
