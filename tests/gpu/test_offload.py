@@ -40,7 +40,7 @@ def loss_of(model: CausalLM) -> Tensor:
 def trained(model: CausalLM) -> tuple[list[Tensor], int, int]:
     """Gradients of the third step, the most bytes it took beyond what was there, and the bytes between forward and backward."""
     torch.use_deterministic_algorithms(True, warn_only=True)
-    for _ in range(3):
+    for step in range(3):
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)
         torch.cuda.synchronize()
@@ -54,7 +54,8 @@ def trained(model: CausalLM) -> tuple[list[Tensor], int, int]:
         torch.cuda.synchronize()
         peak = torch.cuda.max_memory_allocated() - before
         del loss
-        assert torch.cuda.memory_allocated() - before < 1 << 20, "nothing is left behind"
+        # The first step leaves cuBLAS its workspaces.
+        assert step == 0 or torch.cuda.memory_allocated() - before < 1 << 20, "nothing is left behind"
     torch.use_deterministic_algorithms(False)
     return [parameter.grad for parameter in model.parameters() if parameter.grad is not None], peak, between
 
@@ -98,15 +99,17 @@ def test_copies_are_on_streams_of_their_own():
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         loss_of(model).backward()
         torch.cuda.synchronize()
-    streams: dict[str, set[int]] = {"DtoH": set(), "HtoD": set(), "kernel": set()}
+    streams: dict[str, dict[int, set[str]]] = {"DtoH": {}, "HtoD": {}, "kernel": {}}
     for event in profile.profiler.kineto_results.events():
-        if event.device_type() == torch.autograd.DeviceType.CUDA:
-            pinned = "Pinned" in event.name()
-            what = "DtoH" if pinned and "DtoH" in event.name() else "HtoD" if pinned and "HtoD" in event.name() else "kernel"
-            if "Mem" not in event.name() or pinned:
-                streams[what].add(event.device_resource_id())
-    assert all(len(found) >= 1 for found in streams.values()), streams
-    assert not streams["DtoH"] & streams["HtoD"] and not (streams["DtoH"] | streams["HtoD"]) & streams["kernel"], streams
+        name = event.name()
+        if event.device_type() == torch.autograd.DeviceType.CUDA and "Wait" not in name and "Sync" not in name:
+            pinned = "Pinned" in name
+            what = "DtoH" if pinned and "DtoH" in name else "HtoD" if pinned and "HtoD" in name else "kernel"
+            if "Mem" not in name or pinned:
+                streams[what].setdefault(event.device_resource_id(), set()).add(name[:60])
+    away, back, compute = (set(streams[what]) for what in ("DtoH", "HtoD", "kernel"))
+    assert away and back and compute, streams
+    assert not away & back and not (away | back) & compute, streams
 
 
 def test_files_serve_a_gpu_too(tmp_path: Path):

@@ -197,6 +197,21 @@ def test_a_graph_that_is_dropped_leaves_nothing(tmp_path):
     assert not left(tmp_path) and not readers()
 
 
+def test_neither_does_a_graph_whose_operations_keep_small_outputs(tmp_path):
+    """What is too small to go is an operation's own output here; in a block, such are the softmax's sums that attention keeps."""
+
+    class Roots(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * x.square().mean(1, keepdim=True).sqrt()
+
+    model = nn.Sequential(*(Roots() for _ in range(BLOCKS)))
+    offload(model, DiskStore(tmp_path), 8 * WIDTH * 4, 1)
+    out = model(inputs(0))
+    assert left(tmp_path)
+    del out
+    assert not left(tmp_path) and not readers()
+
+
 def test_files_go_as_backward_goes(tmp_path):
     model = stack(DiskStore(tmp_path))
     held: list[int] = []

@@ -115,8 +115,8 @@ def _chunks(first: int, last: int, name: str, seed: int, init: Init) -> Iterator
         digest = hashlib.sha256(f"{seed}/{name}/{chunk}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
         if init.bound:
-            values = (torch.rand(_CHUNK, generator=generator, dtype=torch.float32) * 2 - 1) * init.bound
+            values = (torch.rand(_CHUNK, generator=generator, dtype=torch.float32, device="cpu") * 2 - 1) * init.bound
         else:
-            values = torch.randn(_CHUNK, generator=generator, dtype=torch.float32) * init.std
+            values = torch.randn(_CHUNK, generator=generator, dtype=torch.float32, device="cpu") * init.std
         low, high = max(first, begin), min(last, begin + _CHUNK)
         yield low, values[low - begin : high - begin]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import os
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -97,6 +98,10 @@ class MeshStrategy(ParallelStrategy):
             kept = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=self._timeout)  # type: ignore[attr-defined]
             return dist.PrefixStore(f"fw-attempt-{os.environ['TORCHELASTIC_RESTART_COUNT']}", kept)  # type: ignore[attr-defined]
         return met()
+
+    def tensor_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[None]:
+        """No default device: what is built says where it belongs, and what is drawn is drawn on the host."""
+        return nullcontext()
 
     def model_to_device(self) -> None:
         """The model was made where it belongs."""

@@ -56,14 +56,14 @@ def _offloading(
         def pack(tensor: Tensor) -> Tensor | Parcel:
             small, repeated = tensor.nbytes < least_bytes, 0 in tensor.stride()
             if small or repeated or not _is_plain(tensor) or _storage(tensor) in parameters:
-                return tensor
+                return _kept(tensor)
             key = (_storage(tensor), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version)
             if key in parcels and not parcels[key][0].expired():
                 parcel = parcels[key][1]
                 parcel.uses += 1
                 return parcel
             if (stored := store(tensor.detach())) is None:
-                return tensor
+                return _kept(tensor)
             parcel = visit.add(stored)
             parcels[key] = StorageWeakRef(tensor.untyped_storage()), parcel
             return parcel
@@ -78,6 +78,12 @@ def _offloading(
     # The hooks are set outside what is compiled; inside, they see what the compiled forward saves.
     outside: Callable[..., Any] = torch.compiler.disable(offloading, recursive=False)
     return outside
+
+
+def _kept(tensor: Tensor) -> Tensor:
+    """What a hook returns of a tensor that stays. An operation's own output would keep the operation, which keeps it; autograd knows whose
+    it is without that."""
+    return tensor if tensor.is_leaf else tensor.detach()
 
 
 def _is_plain(tensor: Tensor) -> bool:

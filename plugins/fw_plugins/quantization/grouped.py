@@ -89,11 +89,11 @@ class Grouped:
         weight_OGn = weight_OI.float().unflatten(1, (self.groups, self.group))
         most = 2**self.bits - 1
         if self.symmetric:
-            scale_OG = weight_OGn.abs().amax(-1) / (most / 2)
+            scale_OG = weight_OGn.abs().amax(-1) / weight_OGn.new_full((), most / 2)  # a GPU multiplies by the inverse of a Python number
             zero_OG = torch.full_like(scale_OG, 2 ** (self.bits - 1))
         else:
             low_OG, high_OG = weight_OGn.amin(-1).clamp(max=0), weight_OGn.amax(-1).clamp(min=0)
-            scale_OG = (high_OG - low_OG) / most
+            scale_OG = (high_OG - low_OG) / weight_OGn.new_full((), most)
             zero_OG = low_OG
         scale_OG = scale_OG.to(dtype).float()
         scale_OG = torch.where(scale_OG > 0, scale_OG, torch.ones_like(scale_OG))  # of a group that is all zero
