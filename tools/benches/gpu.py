@@ -49,7 +49,7 @@ TRAININGS = {
 }
 BLOCKS, PROMPT, NEW = 8, 512, 64
 BATCHES = (1, 8, 32)
-GENERATIONS = {"fw": ("fw", "auto"), "fw, int8": ("fw", "int8_weight_only"), "transformers": ("transformers", "")}
+GENERATIONS = {"fw": ("fw", "auto"), "transformers": ("transformers", "")}
 NOT_INSTALLED = 3
 
 

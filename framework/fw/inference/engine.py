@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import count
@@ -241,10 +241,11 @@ class Engine:
         asked = [row for row, sampling in enumerate(known) if sampling.logprobs is not None or sampling.best_of is not None]
         logits_BV, own_AV = gathered([row_V for _, row_V in ready], asked)
         tokens = choose(logits_BV, answers, self.ends)
+        told = _of_tokens(own_AV, tokens)
         first: dict[str, Answer] = {}
         for row, (answer, token) in enumerate(zip(answers, tokens, strict=True)):
             if row in own_AV:
-                _tell(answer.logprobs, own_AV[row], token, known[row].logprobs or 0)
+                _tell(answer.logprobs, own_AV[row], told[row], known[row].logprobs or 0)
                 answer.total += answer.logprobs.chosen[-1]
             answer.tokens.append(token)
             if (of := first.setdefault(answer.request.key, answer)) is not answer and of.copies:
@@ -343,16 +344,25 @@ def _embedding(request: Request) -> list[float]:
     return mean_D.tolist()
 
 
+def _of_tokens(own_AV: Mapping[int, Tensor], tokens: Sequence[int]) -> dict[int, float]:
+    """Of rows by their numbers what the chosen tokens have; one copy from the device, however many."""
+    if not own_AV:
+        return {}
+    chosen_A = torch.stack([logprobs_V[tokens[row]] for row, logprobs_V in own_AV.items()])
+    return dict(zip(own_AV, chosen_A.tolist(), strict=True))
+
+
 def _tell_prompt(request: Request, stretch: Stretch, rows_RV: Tensor) -> None:
     """Log-probabilities of the tokens that follow the stretch's, as far as they are the prompt's and not known yet."""
     known = len(request.prompt_logprobs.chosen)
     for row in range(max(0, known - stretch.start), min(stretch.length, len(request.prompt) - 1 - stretch.start)):
-        token = request.prompt[stretch.start + row + 1]
-        _tell(request.prompt_logprobs, rows_RV[row].log_softmax(-1), token, request.sampling.prompt_logprobs or 0)
+        logprobs_V = rows_RV[row].log_softmax(-1)
+        chosen = float(logprobs_V[request.prompt[stretch.start + row + 1]])
+        _tell(request.prompt_logprobs, logprobs_V, chosen, request.sampling.prompt_logprobs or 0)
 
 
-def _tell(told: Logprobs, logprobs_V: Tensor, token: int, top: int) -> None:
-    told.chosen.append(float(logprobs_V[token]))
+def _tell(told: Logprobs, logprobs_V: Tensor, chosen: float, top: int) -> None:
+    told.chosen.append(chosen)
     if top:
         values, ids = logprobs_V.topk(min(top, len(logprobs_V)))
         told.top.append(dict(zip(ids.tolist(), values.tolist(), strict=True)))

@@ -15,7 +15,10 @@ from fw.inference.sequence import Answer
 def gathered(rows: Sequence[Tensor], asked: Sequence[int]) -> tuple[Tensor, dict[int, Tensor]]:
     """Logits ``[B, V]`` of rows ``[V]``; of those that are asked for, log-probabilities under the model itself, by their numbers."""
     logits_BV = torch.stack(list(rows))
-    return logits_BV, dict(zip(asked, logits_BV[asked].log_softmax(-1), strict=True)) if asked else {}
+    if not asked:
+        return logits_BV, {}
+    own_AV = logits_BV if len(asked) == len(rows) else logits_BV[asked]
+    return logits_BV, dict(zip(asked, own_AV.log_softmax(-1), strict=True))
 
 
 def choose(logits_BV: Tensor, answers: Sequence[Answer], ends: frozenset[int]) -> list[int]:

@@ -36,6 +36,8 @@ def attend(
         return attend_to_all(q_QNH, k_LKH[None], v_LKH[None], seen_QL, scale=scale, softcap=softcap)
     whole = window is None or window >= keys
     q_NQH, k_KLH, v_KLH = (x.transpose(0, 1) for x in (q_QNH, k_LKH, v_LKH))
+    if whole and softcap is None and _flash_takes(q_QNH):
+        return _flash(q_NQH, k_KLH, v_KLH, scale)
     if whole and softcap is None and queries == keys:
         return _sdpa(q_NQH, k_KLH, v_KLH, None, True, scale)
     if softcap is None:
@@ -52,6 +54,19 @@ def _seen(of_Q: Tensor, positions_L: Tensor, window: int | None, sinks: int) -> 
     if window is None:
         return behind_QL >= 0
     return (behind_QL >= 0) & ((behind_QL < window) | (positions_L < sinks))
+
+
+def _flash_takes(x: Tensor) -> bool:
+    halves = x.is_cuda and x.dtype in (torch.float16, torch.bfloat16)
+    return halves and x.shape[-1] % 8 == 0 and x.shape[-1] <= 256 and torch.cuda.get_device_capability(x.device) >= (8, 0)
+
+
+def _flash(q_NQH: Tensor, k_KLH: Tensor, v_KLH: Tensor, scale: float) -> Tensor:
+    """Without the choice that scaled_dot_product_attention makes: cuDNN, which it prefers on Hopper, plans anew for each pair of lengths,
+    and a server's prompts have all lengths. The last query sees the last key, as in :class:`torch.nn.attention.bias.CausalBias`.
+    """
+    out_1NQH = torch.ops.aten._scaled_dot_product_flash_attention(q_NQH[None], k_KLH[None], v_KLH[None], 0.0, True, False, scale=scale)[0]
+    return out_1NQH[0].transpose(0, 1)  # type: ignore[no-any-return]
 
 
 def _sdpa(q_NQH: Tensor, k_KLH: Tensor, v_KLH: Tensor, seen_QL: Tensor | None, causal: bool, scale: float) -> Tensor:
