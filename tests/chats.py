@@ -6,8 +6,7 @@ import gzip
 import json
 from pathlib import Path
 
-from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as Backend, decoders, models, pre_tokenizers
 
 from fw.kinds import make
 from fw.kinds.data import DataPlugin

@@ -46,8 +46,7 @@ _TEMPLATE = """{% if tools %}<s>tools
 def make_model(place: Path, seed: int = 0, ends: bool = True, **shape: Any) -> Path:
     """A Llama that has learnt nothing, in a directory; its tokens are the bytes and three special ones; it knows an end, or goes on."""
     import torch
-    from tokenizers import Tokenizer as Backend
-    from tokenizers import decoders, models, pre_tokenizers
+    from tokenizers import Tokenizer as Backend, decoders, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from fw.tokenizer import Tokenizer

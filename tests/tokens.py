@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as Backend, decoders, models, pre_tokenizers
 
 from fw.tokenizer import Tokenizer
 

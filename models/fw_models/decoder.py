@@ -14,11 +14,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fw.errors import UserError
-from fw.kinds.attention import AttentionPlugin, Pattern
-from fw.kinds.model import CausalLM, HFTensor, Init, KVShape, LinearHead, Readout, Rescaling, Width
-from fw.kinds.peft import adapters_are_off
-from fw.kinds.tensor_plan import TensorPlan
+from fw.api import (
+    AttentionPlugin,
+    CausalLM,
+    HFTensor,
+    Init,
+    KVShape,
+    LinearHead,
+    Pattern,
+    Readout,
+    Rescaling,
+    TensorPlan,
+    UserError,
+    Width,
+    adapters_are_off,
+)
 from fw_models.hf_config import HFNames, write
 from fw_models.layers import Angles, Attention, AttentionShape, GatedMLP, RMSNorm, Rope, RopeScaling, ShiftedRMSNorm, positions, prepend
 from fw_models.layers.embedding import embedding

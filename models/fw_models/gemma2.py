@@ -12,8 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from fw.errors import UserError
-from fw.kinds.model import Init
+from fw.api import Init, UserError
 from fw_models.decoder import Decoder, DecoderConfig, check_layer_types
 from fw_models.hf_config import HFNames, read_rope
 from fw_models.layers import Angles, Attention, AttentionShape, GatedMLP, ShiftedRMSNorm

@@ -7,7 +7,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from fw.errors import UserError
+from fw.api import UserError
 from fw_models.gemma2 import DEFAULTS, Gemma2, Gemma2Config
 from fw_models.hf_config import HFNames, read_rope, read_scaling
 from fw_models.layers import AttentionShape, Rope

@@ -11,11 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fw.errors import UserError
-from fw.kinds.attention import AttentionPlugin, Pattern
-from fw.kinds.model import CausalLM, HFTensor, Init, KVShape, LinearHead, Readout
-from fw.kinds.peft import adapters_are_off
-from fw.kinds.tensor_plan import TensorPlan
+from fw.api import AttentionPlugin, CausalLM, HFTensor, Init, KVShape, LinearHead, Pattern, Readout, TensorPlan, UserError, adapters_are_off
 from fw_models.hf_config import HFNames, write
 from fw_models.layers import ACTIVATIONS, positions, prepend
 from fw_models.layers.embedding import embedding

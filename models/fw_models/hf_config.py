@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from types import UnionType
 from typing import Any, TypeVar
 
-from fw.errors import UserError
+from fw.api import UserError
 from fw_models.layers.rope import RopeScaling
 
 C = TypeVar("C")

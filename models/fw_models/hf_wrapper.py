@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
 
-from fw.errors import UserError
-from fw.kinds.model import CausalLM, HFTensor, Init, KVShape, Readout
+from fw.api import CausalLM, HFTensor, Init, KVShape, Readout, UserError
 from fw_models.layers import positions
 
 

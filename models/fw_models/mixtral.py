@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from fw.errors import UserError
-from fw.kinds.model import HFTensor
+from fw.api import HFTensor, UserError
 from fw_models.decoder import Block, Decoder
 from fw_models.hf_config import HFNames, read_rope
 from fw_models.layers import Attention, MoE, balance_loss

@@ -12,8 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from fw.errors import UserError
-from fw.kinds.model import HFTensor
+from fw.api import HFTensor, UserError
 from fw_models.decoder import Block
 from fw_models.hf_config import HFNames, one_rope, read_rope
 from fw_models.layers import Attention, AttentionShape, GatedMLP, MoE, RMSNorm

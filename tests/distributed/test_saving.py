@@ -16,8 +16,7 @@ import pytest
 import yaml
 
 import fw
-from conftest import TINY, column, environment, metrics
-from conftest import fw as run_fw
+from conftest import TINY, column, environment, fw as run_fw, metrics
 from fw.checkpointing import commit
 from fw.checkpointing.manifest import damages, read_manifest
 from fw.checkpointing.ranks import OneRank

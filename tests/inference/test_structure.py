@@ -8,8 +8,7 @@ import sys
 
 import pytest
 import torch
-from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as Backend, decoders, models, pre_tokenizers
 
 import fw
 from conftest import fw as run_fw

@@ -10,8 +10,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import fw
-from plugins.test_activation import SPEC
-from plugins.test_activation import plugin as activation
+from plugins.test_activation import SPEC, plugin as activation
 
 _SHAPE = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
 _OLD = {"vocab_size": 97, "n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4}

@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import fw
-from conftest import TINY, column, metrics
-from conftest import fw as run_fw
+from conftest import TINY, column, fw as run_fw, metrics
 from fw.assemble import assemble
 from fw.config import load
 from fw.errors import UserError

@@ -12,8 +12,7 @@ import torch.nn.functional as F
 
 import fw
 from chats import PLAIN, opened, plugin, write, write_tokenizer
-from conftest import column
-from conftest import fw as start
+from conftest import column, fw as start
 from fw.cli import main
 from fw.errors import UserError
 from fw.kinds import make

@@ -230,8 +230,7 @@ def test_everything_is_there_by_name():
 
 def shape_of(directory: Path, **fields):
     """The configuration that `model: {name: auto, path: …, fields: …}` makes."""
-    from fw_plugins.model.auto import AutoConfig as Options
-    from fw_plugins.model.auto import AutoModel
+    from fw_plugins.model.auto import AutoConfig as Options, AutoModel
 
     return AutoModel(Options(str(directory), fields=fields))._plugin.config
 
@@ -262,8 +261,7 @@ def test_changed_fields_act_however_they_are_spelt(case, fields, expected, tmp_p
 
 @pytest.mark.parametrize("model", ["auto", "hf"])
 def test_changes_that_would_change_nothing_are_refused(model, tmp_path):
-    from fw_plugins.model.auto import AutoConfig as AutoOptions
-    from fw_plugins.model.auto import AutoModel
+    from fw_plugins.model.auto import AutoConfig as AutoOptions, AutoModel
     from fw_plugins.model.hf import HFConfig, HFModel
 
     save("llama", tmp_path)

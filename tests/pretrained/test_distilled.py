@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from conftest import column
-from conftest import fw as run_fw
+from conftest import column, fw as run_fw
 
 
 @pytest.fixture

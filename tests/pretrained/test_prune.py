@@ -10,8 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from conftest import column
-from conftest import fw as run_fw
+from conftest import column, fw as run_fw
 from fw.pretrained.calibration import calibration_text
 from fw.pretrained.sparse import Sparsity
 from perplexity import HELD_OUT, LENGTH, perplexity

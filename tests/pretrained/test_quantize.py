@@ -18,8 +18,7 @@ from fw.cli import main
 from fw.kinds.data import IGNORED
 from fw.pretrained.block_by_block import BlockByBlock
 from fw.pretrained.calibration import calibration_text
-from perplexity import HELD_OUT, LENGTH
-from perplexity import perplexity as theirs
+from perplexity import HELD_OUT, LENGTH, perplexity as theirs
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("compressed_tensors")

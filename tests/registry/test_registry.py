@@ -14,8 +14,7 @@ import pytest
 from conftest import environment
 from fw import registry, train
 from fw.cli import main
-from fw.config import load as load_config
-from fw.config import overridden
+from fw.config import load as load_config, overridden
 from fw.errors import UserError
 from fw.kinds import KINDS
 from fw.kinds.optimizer import OptimizerPlugin

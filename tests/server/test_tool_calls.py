@@ -5,8 +5,7 @@ import sys
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from fw.errors import UserError
 from fw.server import tool_formats

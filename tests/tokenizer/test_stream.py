@@ -8,8 +8,7 @@ import random
 
 import pytest
 import torch
-from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models
+from tokenizers import Tokenizer as Backend, decoders, models
 
 from fw.errors import UserError
 from fw.tokenizer import TextStream, Tokenizer, load_tokenizer

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from tokenizers import Tokenizer as Backend
-from tokenizers import models, pre_tokenizers
+from tokenizers import Tokenizer as Backend, models, pre_tokenizers
 
 from fw.tokenizer import Tokenizer
 

@@ -16,8 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from fw.kinds.sharding import Stepper
 from fw.meter.account import UNNAMED, Block, History, Recorder, Rules
 from fw.meter.allocations import allocations
-from fw.meter.by_module import ELSEWHERE, EMBEDDING, Places, nbytes
-from fw.meter.by_module import HEAD as AFTER_BLOCKS
+from fw.meter.by_module import ELSEWHERE, EMBEDDING, HEAD as AFTER_BLOCKS, Places, nbytes
 from fw.meter.detail import Timeline, by_module_at, most_by_module
 
 WEIGHTS, GATHERED, COPIES, OPTIMIZER, BUFFERS = "weights", "gathered weights", "weight copies", "optimizer state", "buffers"

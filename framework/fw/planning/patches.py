@@ -10,9 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
-from torch.distributed.tensor import _dispatch as dtensor_dispatch
-from torch.distributed.tensor import _sharding_prop as sharding_prop
-from torch.distributed.tensor import _utils as places
+from torch.distributed.tensor import _dispatch as dtensor_dispatch, _sharding_prop as sharding_prop, _utils as places
 from torch.distributed.tensor._ops import utils as strategies_of_operators
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.distributed.tensor.placement_types import _StridedShard

@@ -22,8 +22,7 @@ from fw.inference.results import Delta, Result
 from fw.server import chat
 from fw.server.api import Api, Begun
 from fw.server.errors import ApiError, wrong
-from fw.server.response_schemas import Content as Parts
-from fw.server.response_schemas import FunctionCall, InputMessage, NamedFunctionTool, Refusal, ResponseRequest, SchemaForm
+from fw.server.response_schemas import Content as Parts, FunctionCall, InputMessage, NamedFunctionTool, Refusal, ResponseRequest, SchemaForm
 from fw.server.schemas import ChatRequest
 from fw.server.streaming import event
 from fw.server.tool_calls import Call, Content, Piece

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tokenizers import AddedToken
-from tokenizers import Tokenizer as Backend
+from tokenizers import AddedToken, Tokenizer as Backend
 
 from fw.errors import UserError
 from fw.tokenizer import classes

@@ -11,8 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-from tokenizers import Encoding
-from tokenizers import Tokenizer as Backend
+from tokenizers import Encoding, Tokenizer as Backend
 
 from fw.errors import UserError
 from fw.locate import find, inside

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import datetime
 import os
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -99,9 +99,10 @@ class MeshStrategy(ParallelStrategy):
             return dist.PrefixStore(f"fw-attempt-{os.environ['TORCHELASTIC_RESTART_COUNT']}", kept)  # type: ignore[attr-defined]
         return met()
 
-    def tensor_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[None]:
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
         """No default device: what is built says where it belongs, and what is drawn is drawn on the host."""
-        return nullcontext()
+        yield
 
     def model_to_device(self) -> None:
         """The model was made where it belongs."""

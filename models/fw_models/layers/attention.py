@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fw.kinds.attention import AttentionPlugin
+from fw.api import AttentionPlugin
 from fw_models.layers.rope import Angles, rotate
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from fw.kernels import elementwise
+from fw.api.kernels import elementwise
 
 
 class RMSNorm(nn.Module):

@@ -10,8 +10,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fw.errors import UserError
-from fw.kernels import elementwise
+from fw.api import UserError
+from fw.api.kernels import elementwise
 
 Angles = tuple[Tensor, Tensor]
 """Cosines and sines, ``[B, 1, L, H]``."""

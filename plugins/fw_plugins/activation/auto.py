@@ -10,11 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fw.config import format_size, parse_size
-from fw.errors import RunError, UserError
-from fw.kinds.activation import ActivationPlugin
-from fw.kinds.model import CausalLM
-from fw.kinds.sharding import StepSpec
+from fw.api import ActivationPlugin, CausalLM, RunError, StepSpec, UserError, format_size, parse_size
 from fw_plugins.activation.choosing import Choice, choose, least_bytes
 from fw_plugins.activation.keeping import keeping
 from fw_plugins.activation.profiling import BlockProfile, profile

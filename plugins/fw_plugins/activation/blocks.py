@@ -6,10 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from fw.errors import UserError
-from fw.kinds.activation import ActivationPlugin
-from fw.kinds.model import CausalLM
-from fw.kinds.sharding import StepSpec
+from fw.api import ActivationPlugin, CausalLM, StepSpec, UserError
 from fw_plugins.activation.recompute import recompute, recompute_together
 
 

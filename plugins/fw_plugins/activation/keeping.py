@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext, create_selective_checkpoint_contexts
 
-from fw.errors import RunError
+from fw.api import RunError
 from fw_plugins.activation.storages import overwritten, storages
 
 Keep = Callable[[Any, int], bool]

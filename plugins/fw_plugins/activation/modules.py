@@ -8,10 +8,7 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-from fw.errors import UserError
-from fw.kinds.activation import ActivationPlugin
-from fw.kinds.model import CausalLM
-from fw.kinds.sharding import StepSpec
+from fw.api import ActivationPlugin, CausalLM, StepSpec, UserError
 from fw_plugins.activation.recompute import recompute
 
 

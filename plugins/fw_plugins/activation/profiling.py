@@ -14,7 +14,7 @@ from torch.utils import flop_counter
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fw.meter.planned import on_gpu
+from fw.api import on_gpu
 from fw_plugins.activation.storages import overwritten, storage, storages
 
 FLOPS_PER_BYTE = {"cpu": 10.0, "cuda": 200.0}

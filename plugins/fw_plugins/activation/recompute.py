@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import checkpoint as torch_checkpoint
 
-from fw.errors import RunError
-from fw.kinds.activation import repeating
+from fw.api import RunError, repeating
 
 _autograd = torch._C._autograd
 

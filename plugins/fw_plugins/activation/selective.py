@@ -7,10 +7,7 @@ from typing import Any
 
 import torch
 
-from fw.errors import UserError
-from fw.kinds.activation import ActivationPlugin
-from fw.kinds.model import CausalLM
-from fw.kinds.sharding import StepSpec
+from fw.api import ActivationPlugin, CausalLM, StepSpec, UserError
 from fw_plugins.activation.keeping import keeping
 from fw_plugins.activation.recompute import recompute
 

@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from fw.errors import UserError
-from fw.kinds.attention import AttentionPlugin, Pattern
+from fw.api import AttentionPlugin, Pattern, UserError
 
 
 @dataclass

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fw.kinds.attention import AttentionPlugin, Pattern
+from fw.api import AttentionPlugin, Pattern
 
 
 class EagerAttention(AttentionPlugin):

@@ -9,14 +9,11 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from fw.errors import UserError, describe
-from fw.kinds.attention import AttentionPlugin, Pattern
-from fw.meter.planned import planned_gpu
+from fw.api import AttentionPlugin, Pattern, UserError, describe, planned_gpu
 from fw_models.layers import Attention
 
 if TYPE_CHECKING:
-    from fw.kinds.model import CausalLM
-    from fw.kinds.sharding import StepSpec
+    from fw.api import CausalLM, StepSpec
 
 _OLDEST, _MOST_HEAD_DIM, _AMPERE = (2, 7), 256, (8, 0)
 

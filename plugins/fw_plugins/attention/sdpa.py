@@ -6,8 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fw.kinds.attention import AttentionPlugin, Pattern
-from fw.meter.planned import on_gpu
+from fw.api import AttentionPlugin, Pattern, on_gpu
 from fw_plugins.attention.eager import EagerAttention
 
 

@@ -11,20 +11,48 @@ from typing import Any
 
 from torch import Tensor
 
-from fw.checkpointing import commit
-from fw.checkpointing.manifest import Digest, damages, hash_file, read_manifest, strangers, write_manifest
-from fw.checkpointing.pieces import Layout, is_divided
-from fw.checkpointing.placed import PlacedTensors
-from fw.checkpointing.retention import prune
-from fw.checkpointing.state import RNG, STATE, read_rng
-from fw.checkpointing.stream import size_bytes
-from fw.checkpointing.tensor_files import ADAPTER, TensorFiles, adapter_for, weights_for
-from fw.checkpointing.writing import LANES, Writing, dealt, distinct, split_groups
-from fw.config import parse_size
-from fw.errors import RunError, UserError
-from fw.kinds.checkpoint import Beat, CheckpointOptions, CheckpointPlugin, Part, Ranks, Reader, Snapshot, Writes
-from fw.kinds.model import CausalLM, Give
-from fw.place import Place
+from fw.api import (
+    Beat,
+    CausalLM,
+    CheckpointOptions,
+    CheckpointPlugin,
+    Give,
+    Part,
+    Place,
+    Ranks,
+    Reader,
+    RunError,
+    Snapshot,
+    UserError,
+    Writes,
+    parse_size,
+)
+from fw.api.checkpointing import (
+    ADAPTER,
+    LANES,
+    RNG,
+    STATE,
+    Digest,
+    Layout,
+    PlacedTensors,
+    TensorFiles,
+    Writing,
+    adapter_for,
+    commit,
+    damages,
+    dealt,
+    distinct,
+    hash_file,
+    is_divided,
+    prune,
+    read_manifest,
+    read_rng,
+    size_bytes,
+    split_groups,
+    strangers,
+    weights_for,
+    write_manifest,
+)
 
 
 @dataclass

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fw.kinds.data import IGNORED, Sample
+from fw.api import IGNORED, Sample
 
 
 class TokenFile:

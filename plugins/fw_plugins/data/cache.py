@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from fw.errors import UserError
+from fw.api import UserError
 
 META = "meta.json"
 """A file of every finished directory."""

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-from fw.errors import UserError
-from fw.tokenizer import Tokenizer
+from fw.api import Tokenizer, UserError
 
 Learnt = Literal["assistant", "last", "all"]
 _ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "chatgpt": "assistant"}

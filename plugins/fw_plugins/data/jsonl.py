@@ -13,9 +13,7 @@ from typing import Any, ClassVar, Literal
 
 from tqdm import tqdm
 
-from fw.errors import UserError
-from fw.kinds.data import Corpus, DataPlugin, Say
-from fw.tokenizer import Tokenizer, load_tokenizer
+from fw.api import Corpus, DataPlugin, Say, Tokenizer, UserError, load_tokenizer
 from fw_plugins.data import conversation, sources
 from fw_plugins.data.cache import META, cached
 from fw_plugins.data.conversation import Encoded, Learnt

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fw.kinds.data import IGNORED, Sample
+from fw.api import IGNORED, Sample
 
 IDS, LEARNT, SIZES = "ids", "learnt", "sizes"
 

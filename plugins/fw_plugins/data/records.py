@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fw.errors import UserError
+from fw.api import UserError
 
 _PARQUET = ".parquet"
 _ROWS = 1024

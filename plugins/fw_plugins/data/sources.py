@@ -9,7 +9,7 @@ import sysconfig
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from fw.errors import UserError
+from fw.api import UserError
 
 PYTHON_DOCS = "python-docs"
 

@@ -9,12 +9,9 @@ from functools import partial
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from tokenizers import Tokenizer as Backend
-from tokenizers import models, pre_tokenizers
+from tokenizers import Tokenizer as Backend, models, pre_tokenizers
 
-from fw.errors import UserError
-from fw.kinds.data import Corpus, DataPlugin, Sample, Samples, Say
-from fw.tokenizer import Tokenizer
+from fw.api import Corpus, DataPlugin, Sample, Samples, Say, Tokenizer, UserError
 
 _TRAIN, _VAL, _TRAIN_LENGTHS, _VAL_LENGTHS = range(4)
 """Keys of streams that have nothing to do with each other."""

@@ -13,9 +13,7 @@ from typing import Literal
 import numpy as np
 from tqdm import tqdm
 
-from fw.errors import UserError, did_you_mean
-from fw.kinds.data import Corpus, DataPlugin, Say
-from fw.tokenizer import Tokenizer, load_tokenizer
+from fw.api import Corpus, DataPlugin, Say, Tokenizer, UserError, did_you_mean, load_tokenizer
 from fw_plugins.data import sources
 from fw_plugins.data.blocks import TokenBlocks, TokenDocuments
 from fw_plugins.data.cache import META, cached

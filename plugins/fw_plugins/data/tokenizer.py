@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer as Backend, decoders, models, pre_tokenizers, trainers
 
-from fw.tokenizer import Tokenizer
+from fw.api import Tokenizer
 
 END_OF_TEXT = "<|endoftext|>"
 

@@ -66,7 +66,7 @@ def _flash(q_NQH: Tensor, k_KLH: Tensor, v_KLH: Tensor, scale: float) -> Tensor:
     and a server's prompts have all lengths. The last query sees the last key, as in :class:`torch.nn.attention.bias.CausalBias`.
     """
     out_1NQH = torch.ops.aten._scaled_dot_product_flash_attention(q_NQH[None], k_KLH[None], v_KLH[None], 0.0, True, False, scale=scale)[0]
-    return out_1NQH[0].transpose(0, 1)  # type: ignore[no-any-return]
+    return out_1NQH[0].transpose(0, 1)
 
 
 def _sdpa(q_NQH: Tensor, k_KLH: Tensor, v_KLH: Tensor, seen_QL: Tensor | None, causal: bool, scale: float) -> Tensor:

@@ -7,9 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fw.errors import UserError
-from fw.kinds.kv_cache import KVCache, KVCachePlugin, KVNeeds, Places, Stretch
-from fw.kinds.model import KVShape
+from fw.api import KVCache, KVCachePlugin, KVNeeds, KVShape, Places, Stretch, UserError
 from fw_plugins.kv_cache.attending import attend
 
 _GROWTH = 64

@@ -9,9 +9,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from fw.kernels.attention import attend_blocks, available, keep
-from fw.kinds.kv_cache import KVCache, KVNeeds, Places, Stretch
-from fw.kinds.model import KVShape
+from fw.api import KVCache, KVNeeds, KVShape, Places, Stretch
+from fw.api.kernels import attend_blocks, available, keep
 from fw_plugins.kv_cache.attending import attend, attend_to_all
 from fw_plugins.kv_cache.blocks import BlockPool
 from fw_plugins.kv_cache.keeping import Keeping

@@ -10,8 +10,8 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
-from fw.kernels.attention import Rows
-from fw.kinds.model import KVShape
+from fw.api import KVShape
+from fw.api.kernels import Rows
 
 
 class Keeping(ABC):

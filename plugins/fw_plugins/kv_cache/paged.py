@@ -7,9 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fw.errors import UserError
-from fw.kinds.kv_cache import KVCache, KVCachePlugin, KVNeeds
-from fw.kinds.model import KVShape
+from fw.api import KVCache, KVCachePlugin, KVNeeds, KVShape, UserError
 from fw_plugins.kv_cache.blocks import BlockPool
 from fw_plugins.kv_cache.in_blocks import CacheInBlocks
 from fw_plugins.kv_cache.keeping import Keeping, Plain

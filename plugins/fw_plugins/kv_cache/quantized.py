@@ -8,9 +8,7 @@ from typing import Literal
 
 import torch
 
-from fw.errors import UserError
-from fw.kinds.kv_cache import KVCache, KVCachePlugin, KVNeeds
-from fw.kinds.model import KVShape
+from fw.api import KVCache, KVCachePlugin, KVNeeds, KVShape, UserError
 from fw_plugins.kv_cache.in_blocks import CacheInBlocks
 from fw_plugins.kv_cache.keeping import Float8, Int4, Int8, Keeping
 from fw_plugins.kv_cache.paged import PagedConfig, pool_for, whole_blocks

@@ -17,11 +17,8 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, W
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 
-from fw.errors import FwError, RunError, UserError
-from fw.kinds.launcher import Prepare
-from fw.launching import outcome, stacks
-from fw.launching.fate import Fate, fates
-from fw.launching.rank_log import LOG_DIR
+from fw.api import FwError, Prepare, RunError, UserError
+from fw.api.launching import LOG_DIR, Fate, fates, outcome, stacks
 
 _GRACE_SECONDS = 2.0
 """For which ranks that lost a peer may say so, and a rank may write its stacks, before they are ended."""

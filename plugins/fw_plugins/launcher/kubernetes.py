@@ -12,10 +12,8 @@ from typing import Any, Literal
 
 import yaml
 
-from fw.config import LaunchSection
-from fw.errors import RunError, UserError
-from fw.kinds.launcher import LauncherPlugin, Prepare
-from fw.launching.job import Job
+from fw.api import LauncherPlugin, LaunchSection, Prepare, RunError, UserError
+from fw.api.launching import Job
 
 _CONFIG_DIR = "/etc/fw"
 _PORT = 29500

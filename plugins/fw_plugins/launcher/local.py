@@ -21,11 +21,8 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousTimeoutError,
 )
 
-from fw.config import LaunchSection
-from fw.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_REQUEUE, EXIT_USER, RunError
-from fw.kinds.launcher import LauncherPlugin, Prepare
-from fw.launching import outcome
-from fw.launching.fate import Fate
+from fw.api import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_REQUEUE, EXIT_USER, LauncherPlugin, LaunchSection, Prepare, RunError
+from fw.api.launching import Fate, outcome
 from fw_plugins.launcher import rendezvous as meeting
 from fw_plugins.launcher.agent import RankAgent
 

@@ -13,9 +13,8 @@ import torch.distributed.elastic.rendezvous.registry as registry
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousParameters
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
 
-from fw.config import LaunchSection
-from fw.errors import RunError
-from fw.launching import network
+from fw.api import LaunchSection, RunError
+from fw.api.launching import network
 
 _STORE_SECONDS = 60
 T = TypeVar("T")

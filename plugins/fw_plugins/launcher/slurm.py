@@ -10,10 +10,8 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from fw.config import LaunchSection
-from fw.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_REQUEUE, EXIT_USER, RunError, UserError
-from fw.kinds.launcher import LauncherPlugin, Prepare
-from fw.launching.job import Job
+from fw.api import EXIT_INTERRUPTED, EXIT_OK, EXIT_REQUEUE, EXIT_USER, LauncherPlugin, LaunchSection, Prepare, RunError, UserError
+from fw.api.launching import Job
 
 _TIME = re.compile(r"\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}|UNLIMITED")
 _LAST_WORDS_SECONDS = 120

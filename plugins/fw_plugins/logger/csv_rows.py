@@ -12,7 +12,7 @@ from typing import Any
 from pytorch_lightning.loggers import Logger
 from pytorch_lightning.utilities import rank_zero_only
 
-from fw.kinds.logger import COLUMNS
+from fw.api import COLUMNS
 
 
 class CsvLogger(Logger):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fw.kinds.logger import LoggerPlugin
+from fw.api import LoggerPlugin
 
 if TYPE_CHECKING:
     from pytorch_lightning.loggers import Logger

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fw.kinds.logger import LoggerPlugin
+from fw.api import LoggerPlugin
 
 if TYPE_CHECKING:
     from pytorch_lightning.loggers import Logger

@@ -6,11 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fw.errors import UserError
-from fw.kinds.attention import AttentionPlugin
-from fw.kinds.model import CausalLM, ModelPlugin
-from fw.locate import find
-from fw.pretrained import plugin_for, read_config
+from fw.api import AttentionPlugin, CausalLM, ModelPlugin, UserError, find, plugin_for, read_config
 
 
 @dataclass

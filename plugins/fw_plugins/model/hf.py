@@ -9,11 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from fw.errors import UserError, did_you_mean
-from fw.kinds.attention import AttentionPlugin
-from fw.kinds.model import CausalLM, ModelPlugin
-from fw.locate import find
-from fw.pretrained import read_config
+from fw.api import AttentionPlugin, CausalLM, ModelPlugin, UserError, did_you_mean, find, read_config
 from fw_models.hf_config import NO_EFFECT
 
 

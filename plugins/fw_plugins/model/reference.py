@@ -7,8 +7,7 @@ import typing
 from collections.abc import Mapping
 from typing import Any, ClassVar, TypeVar
 
-from fw.kinds.attention import AttentionPlugin
-from fw.kinds.model import CausalLM, ModelPlugin
+from fw.api import AttentionPlugin, CausalLM, ModelPlugin
 from fw_models.hf_config import HFNames, read
 
 C = TypeVar("C")

@@ -7,10 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from fw.errors import UserError
-from fw.kinds.data import IGNORED
-from fw.kinds.model import Head
-from fw.kinds.objective import ObjectivePlugin
+from fw.api import IGNORED, Head, ObjectivePlugin, UserError
 from fw_plugins.objective.chunked_loss import TokenLoss
 
 

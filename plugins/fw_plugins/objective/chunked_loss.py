@@ -18,8 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from fw.kinds.data import IGNORED
-from fw.kinds.model import Head, LinearHead
+from fw.api import IGNORED, Head, LinearHead
 
 _ROWS_AT_A_TIME = 4096
 """Of the weight's gradient, where it is summed in another dtype than the products have."""

@@ -11,11 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fw.errors import UserError
-from fw.kinds.data import IGNORED
-from fw.kinds.model import CausalLM, Head, LinearHead
-from fw.kinds.objective import Beside, ObjectivePlugin
-from fw.kinds.sharding import TENSOR
+from fw.api import IGNORED, TENSOR, Beside, CausalLM, Head, LinearHead, ObjectivePlugin, UserError
 from fw_plugins.objective.chunked_loss import TokenLoss, add_product, scaled
 
 

@@ -11,12 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fw.errors import UserError
-from fw.kinds.data import IGNORED
-from fw.kinds.model import CausalLM, Head
-from fw.kinds.objective import ObjectivePlugin
-from fw.kinds.peft import without_adapters
-from fw.kinds.sharding import CONTEXT, TENSOR
+from fw.api import CONTEXT, IGNORED, TENSOR, CausalLM, Head, ObjectivePlugin, UserError, without_adapters
 
 
 @dataclass

@@ -11,10 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from fw.kinds.activation import repeats
-from fw.kinds.model import CausalLM
-from fw.kinds.offload import OffloadPolicy
-from fw.meter.planned import planned_gpu
+from fw.api import CausalLM, OffloadPolicy, planned_gpu, repeats
 from fw_plugins.offload.disk_store import DiskStore
 from fw_plugins.offload.host_store import HostStore
 from fw_plugins.offload.prefetch import Parcel, Prefetcher, Stored

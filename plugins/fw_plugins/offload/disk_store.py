@@ -15,9 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fw.config import format_size
-from fw.errors import FwError, RunError, describe
-from fw.meter.planned import planned_gpu
+from fw.api import FwError, RunError, describe, format_size, planned_gpu
 from fw_plugins.offload.prefetch import Fetch, Stored
 
 

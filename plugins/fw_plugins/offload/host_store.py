@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fw.errors import RunError
-from fw.meter.planned import on_gpu
+from fw.api import RunError, on_gpu
 from fw_plugins.offload.prefetch import Fetch, Stored
 
 

@@ -6,10 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from fw.config import parse_size
-from fw.errors import UserError
-from fw.kinds.model import CausalLM
-from fw.kinds.offload import OffloadPlugin, OffloadPolicy
+from fw.api import CausalLM, OffloadPlugin, OffloadPolicy, UserError, parse_size
 from fw_plugins.offload import activations
 
 

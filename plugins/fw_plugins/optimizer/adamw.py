@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from fw.errors import UserError
-from fw.kinds.optimizer import OptimizerOptions, OptimizerPlugin, OptimizerSpec
+from fw.api import OptimizerOptions, OptimizerPlugin, OptimizerSpec, UserError
 
 
 @dataclass

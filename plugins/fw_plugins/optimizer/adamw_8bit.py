@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from fw.kinds.optimizer import OptimizerPlugin, OptimizerSpec
+from fw.api import OptimizerPlugin, OptimizerSpec
 from fw_plugins.optimizer.adamw import MomentsConfig
 from fw_plugins.optimizer.eight_bit import EightBit
 

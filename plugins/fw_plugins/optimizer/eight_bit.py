@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fw.errors import UserError
+from fw.api import UserError
 from fw_plugins.optimizer.per_parameter import PerParameter, chunks, local, rows
 
 

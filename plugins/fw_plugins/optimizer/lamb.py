@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fw.errors import UserError
-from fw.kinds.optimizer import OptimizerPlugin, OptimizerSpec
+from fw.api import OptimizerPlugin, OptimizerSpec, UserError
 from fw_plugins.optimizer.adamw import MomentsConfig
 from fw_plugins.optimizer.divided import norm
 from fw_plugins.optimizer.per_parameter import PerParameter, local

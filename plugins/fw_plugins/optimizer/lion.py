@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fw.errors import UserError
-from fw.kinds.optimizer import OptimizerOptions, OptimizerPlugin, OptimizerSpec
+from fw.api import OptimizerOptions, OptimizerPlugin, OptimizerSpec, UserError
 from fw_plugins.optimizer.per_parameter import PerParameter
 
 

@@ -11,9 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fw.checkpointing.placement import local_part
-from fw.errors import UserError
-from fw.kinds.optimizer import OptimizerPlugin, OptimizerSpec
+from fw.api import OptimizerPlugin, OptimizerSpec, UserError, local_part
 from fw_plugins.optimizer.adamw import MomentsConfig
 from fw_plugins.optimizer.per_parameter import PerParameter, local
 

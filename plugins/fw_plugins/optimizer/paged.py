@@ -12,9 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fw.errors import RunError, UserError
-from fw.kinds.offload import OffloadPolicy
-from fw.meter.planned import on_gpu, planned_gpu
+from fw.api import OffloadPolicy, RunError, UserError, on_gpu, planned_gpu
 from fw_plugins.optimizer.per_parameter import PerParameter, local
 
 _LEAST_BYTES = 1 << 16

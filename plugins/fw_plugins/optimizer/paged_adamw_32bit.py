@@ -9,9 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from fw.kinds.offload import OffloadPolicy
-from fw.kinds.optimizer import OptimizerPlugin, OptimizerSpec
-from fw.registry import Conflicts
+from fw.api import Conflicts, OffloadPolicy, OptimizerPlugin, OptimizerSpec
 from fw_plugins.optimizer import paged
 from fw_plugins.optimizer.adamw import MomentsConfig
 from fw_plugins.optimizer.per_parameter import PerParameter, local

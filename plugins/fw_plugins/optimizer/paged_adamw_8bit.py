@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from fw.kinds.offload import OffloadPolicy
-from fw.kinds.optimizer import OptimizerSpec
+from fw.api import OffloadPolicy, OptimizerSpec
 from fw_plugins.optimizer import paged
 from fw_plugins.optimizer.adamw_8bit import AdamW8bit, AdamW8bitConfig, AdamW8bitUpdate
 

@@ -10,12 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import nn
 
-from fw.errors import UserError
-from fw.kinds.model import Adapters, CausalLM, HFTensor, Init
-from fw.kinds.peft import PeftPlugin
-from fw.kinds.tensor_plan import given
-from fw.locate import ADAPTER_CONFIG, find
-from fw.pretrained.directory import read_adapter_config
+from fw.api import ADAPTER_CONFIG, Adapters, CausalLM, HFTensor, Init, PeftPlugin, UserError, find, given, read_adapter_config
 from fw_plugins.peft.targets import ALL_LINEAR, chosen, names_in_files, shortest
 
 PREFIX = "base_model.model."

@@ -16,9 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fw.errors import UserError
-from fw.kinds.model import Adapters, CausalLM, HFTensor, Init
-from fw.kinds.peft import PeftPlugin, adapters_are_off
+from fw.api import Adapters, CausalLM, HFTensor, Init, PeftPlugin, UserError, adapters_are_off
 from fw_plugins.peft.changed import OF_TRAINING, PREFIX, become, begun_from, patterns
 from fw_plugins.peft.targets import ALL_LINEAR, chosen, names_in_files
 

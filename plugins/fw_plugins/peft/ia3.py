@@ -8,9 +8,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from fw.errors import UserError
-from fw.kinds.model import Init
-from fw.kinds.peft import PeftPlugin, adapters_are_off
+from fw.api import Init, PeftPlugin, UserError, adapters_are_off
 from fw_plugins.peft.changed import Added, ChangedLayers, become, patterns, refuse_unknown, target_modules
 from fw_plugins.peft.targets import matches
 

@@ -9,9 +9,7 @@ from typing import Any, ClassVar, Literal
 
 from torch import nn
 
-from fw.errors import UserError
-from fw.kinds.model import Adapters, CausalLM, HFTensor, Init
-from fw.kinds.peft import LowRank, PeftPlugin
+from fw.api import Adapters, CausalLM, HFTensor, Init, LowRank, PeftPlugin, UserError
 from fw_plugins.peft.changed import PREFIX, begun_from, cut_along, patterns, refuse_unknown
 from fw_plugins.peft.lora_layers import LoraLinear, add_to_embedding, add_to_linear
 from fw_plugins.peft.targets import ALL_LINEAR, by_pattern, chosen, matches, names_in_files, shortest

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fw.kinds.peft import adapters_are_off
+from fw.api import adapters_are_off
 from fw_plugins.peft.changed import become
 
 

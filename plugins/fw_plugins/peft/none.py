@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from fw.kinds.model import CausalLM
-from fw.kinds.peft import PeftPlugin
+from fw.api import CausalLM, PeftPlugin
 
 
 class Nothing(PeftPlugin):

@@ -6,10 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from fw.errors import UserError
-from fw.kinds.model import Adapters, CausalLM, HFTensor, Init
-from fw.kinds.peft import PeftPlugin
-from fw.kinds.sharding import StepSpec
+from fw.api import Adapters, CausalLM, HFTensor, Init, PeftPlugin, StepSpec, UserError
 from fw_plugins.peft.changed import begun_from, refuse_unknown
 
 _READ = {"peft_type", "num_virtual_tokens", "num_transformer_submodules"}

@@ -8,8 +8,7 @@ from typing import TypeVar
 
 from torch import nn
 
-from fw.errors import UserError, did_you_mean
-from fw.kinds.model import CausalLM, HFTensor
+from fw.api import CausalLM, HFTensor, UserError, did_you_mean
 
 ALL_LINEAR = "all-linear"
 T = TypeVar("T")

@@ -7,7 +7,7 @@ from typing import Literal
 
 import torch
 
-from fw.kinds.precision import PrecisionPlugin, PrecisionPolicy
+from fw.api import PrecisionPlugin, PrecisionPolicy
 
 
 @dataclass

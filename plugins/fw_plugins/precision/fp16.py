@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fw.errors import UserError
-from fw.kinds.precision import LossScaling, PrecisionPlugin, PrecisionPolicy
+from fw.api import LossScaling, PrecisionPlugin, PrecisionPolicy, UserError
 
 
 @dataclass

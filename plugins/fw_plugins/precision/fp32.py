@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fw.kinds.precision import PrecisionPlugin, PrecisionPolicy
+from fw.api import PrecisionPlugin, PrecisionPolicy
 
 
 class FP32(PrecisionPlugin):

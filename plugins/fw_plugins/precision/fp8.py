@@ -13,11 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fw.errors import UserError
-from fw.kinds.model import CausalLM
-from fw.kinds.precision import PrecisionPlugin, PrecisionPolicy
-from fw.kinds.sharding import CONTEXT, StepSpec
-from fw.meter.planned import gpu_capability
+from fw.api import CONTEXT, CausalLM, PrecisionPlugin, PrecisionPolicy, StepSpec, UserError, gpu_capability
 from fw_plugins.precision.float8_linear import recipe_config, to_float8
 
 _MULTIPLE = 16  # what float8 products want of each dimension (torch._scaled_mm)

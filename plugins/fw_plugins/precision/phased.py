@@ -8,8 +8,7 @@ from typing import Literal
 
 import torch
 
-from fw.errors import UserError
-from fw.kinds.precision import Phase, PrecisionPlugin, PrecisionPolicy
+from fw.api import Phase, PrecisionPlugin, PrecisionPolicy, UserError
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 

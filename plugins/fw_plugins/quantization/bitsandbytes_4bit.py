@@ -9,9 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from fw.errors import UserError
-from fw.kinds.model import CausalLM, Quantized
-from fw.kinds.quantization import StoredWeight
+from fw.api import CausalLM, Quantized, StoredWeight, UserError
 from fw_plugins.quantization import bitsandbytes_files
 from fw_plugins.quantization.coded import CodedLinears, left_whole
 from fw_plugins.quantization.four_bits import Layout, load_kernels

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fw.errors import UserError
-from fw.kinds.model import Quantized
+from fw.api import Quantized, UserError
 from fw_plugins.quantization.coded import CodedWeight, Quantize
 from fw_plugins.quantization.four_bits import ABSMAX, NESTED, NESTED_BLOCK, OFFSET, Layout, tables
 

@@ -17,11 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fw.errors import UserError
-from fw.kernels.grouped import GroupedCodes
-from fw.kinds.model import CausalLM, Quantized
-from fw.kinds.quantization import QuantizationPlugin, StoredWeight
-from fw.registry import Conflicts
+from fw.api import CausalLM, Conflicts, QuantizationPlugin, Quantized, StoredWeight, UserError
+from fw.api.kernels import GroupedCodes
 
 CONFLICTS = (
     Conflicts("peft", ("none",), "codes do not train; choose what does, as peft=lora"),

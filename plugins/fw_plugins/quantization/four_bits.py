@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
 
-from fw.kernels.grouped import GroupedCodes
+from fw.api.kernels import GroupedCodes
 
 NESTED_BLOCK = 256
 ABSMAX, NESTED, OFFSET = "weight_absmax", "weight_nested", "weight_offset"

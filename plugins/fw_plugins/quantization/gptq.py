@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fw.errors import RunError
+from fw.api import RunError
 from fw_plugins.quantization.grouped import Grouped
 
 DAMPING = 0.01

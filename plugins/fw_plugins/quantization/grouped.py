@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fw.kernels.grouped import GroupedCodes
+from fw.api.kernels import GroupedCodes
 
 SCALE, ZERO = "weight_scale", "weight_zero_point"
 

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
-from fw.kinds.model import CausalLM, Quantized
-from fw.kinds.quantization import QuantizationPlugin
+from fw.api import CausalLM, QuantizationPlugin, Quantized
 
 
 class Nothing(QuantizationPlugin):

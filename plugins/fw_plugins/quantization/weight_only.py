@@ -8,9 +8,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from fw.errors import UserError
-from fw.kinds.model import CausalLM, Quantized
-from fw.kinds.quantization import StoredWeight
+from fw.api import CausalLM, Quantized, StoredWeight, UserError
 from fw_plugins.quantization import compressed_tensors_files as files
 from fw_plugins.quantization.coded import CodedLinears, Quantize, left_whole
 from fw_plugins.quantization.gptq import gptq

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from fw.kinds.schedule import Decay, SchedulePlugin
+from fw.api import Decay, SchedulePlugin
 
 
 @dataclass

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fw.kinds.schedule import Decay, SchedulePlugin
+from fw.api import Decay, SchedulePlugin
 
 
 @dataclass

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fw.errors import UserError
-from fw.kinds.schedule import Decay, SchedulePlugin
+from fw.api import Decay, SchedulePlugin, UserError
 
 
 @dataclass

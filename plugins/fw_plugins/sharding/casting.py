@@ -5,9 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from fw.errors import UserError
-from fw.kinds.model import CausalLM
-from fw.kinds.sharding import StepSpec
+from fw.api import CausalLM, StepSpec, UserError
 
 
 def check(spec: StepSpec) -> None:

@@ -14,9 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import TensorWeakRef
 
-from fw.errors import UserError
-from fw.kinds.model import CausalLM
-from fw.kinds.sharding import REPLICATE, KeptTensors, ShardingPlugin, Stepper, StepSpec
+from fw.api import REPLICATE, CausalLM, KeptTensors, ShardingPlugin, Stepper, StepSpec, UserError
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import GradBucket

@@ -15,12 +15,21 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 
-from fw.errors import UserError
-from fw.kinds.attention import AttentionPlugin
-from fw.kinds.model import CausalLM, Give
-from fw.kinds.precision import PrecisionPolicy
-from fw.kinds.sharding import CONTEXT, REPLICATE, SHARD, TENSOR, ShardingPlugin, Stepper, StepSpec
-from fw.kinds.tensor_plan import plan_for
+from fw.api import (
+    CONTEXT,
+    REPLICATE,
+    SHARD,
+    TENSOR,
+    AttentionPlugin,
+    CausalLM,
+    Give,
+    PrecisionPolicy,
+    ShardingPlugin,
+    Stepper,
+    StepSpec,
+    UserError,
+    plan_for,
+)
 from fw_plugins.sharding import context_parallel, fsdp_dtypes, offloaded, tensor_parallel
 from fw_plugins.sharding.torch_stepper import TorchStepper
 

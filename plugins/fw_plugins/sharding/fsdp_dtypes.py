@@ -12,8 +12,7 @@ import importlib
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
-from fw.errors import UserError
-from fw.kinds.precision import PrecisionPolicy
+from fw.api import PrecisionPolicy, UserError
 
 
 def mixed_precision(policy: PrecisionPolicy) -> MixedPrecisionPolicy:

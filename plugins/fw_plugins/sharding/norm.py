@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
-from fw.meter.planned import on_gpu
+from fw.api import on_gpu
 
 Layout = tuple[DeviceMesh, tuple[Placement, ...]]
 

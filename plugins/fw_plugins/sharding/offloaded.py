@@ -15,12 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fw.errors import RunError, UserError
-from fw.kinds.model import CausalLM
-from fw.kinds.offload import OffloadPolicy
-from fw.kinds.optimizer import OptimizerSpec
-from fw.kinds.sharding import StepSpec
-from fw.meter.planned import on_gpu
+from fw.api import CausalLM, OffloadPolicy, OptimizerSpec, RunError, StepSpec, UserError, on_gpu
 from fw_plugins.sharding.parts import local_part
 from fw_plugins.sharding.space import allow_open_files, check_space
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from fw.meter.planned import gpu_capability, on_gpu
+from fw.api import gpu_capability, on_gpu
 
 _aten = torch.ops.aten
 

@@ -6,9 +6,7 @@ from collections.abc import Mapping
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from fw.errors import UserError
-from fw.kinds.model import CausalLM
-from fw.kinds.sharding import ShardingPlugin, Stepper, StepSpec
+from fw.api import CausalLM, ShardingPlugin, Stepper, StepSpec, UserError
 from fw_plugins.sharding import casting, offloaded
 from fw_plugins.sharding.torch_stepper import TorchStepper
 

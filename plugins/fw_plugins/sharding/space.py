@@ -7,8 +7,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from fw.config import format_size
-from fw.errors import UserError
+from fw.api import UserError, format_size
 
 
 def check_space(path: Path, bytes_per_rank: int, ranks: int) -> None:

@@ -22,8 +22,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.distributed.tensor.parallel import loss_parallel
 
-from fw.kinds.model import CausalLM, Head, Readout
-from fw.kinds.tensor_plan import TensorPlan, fits, given
+from fw.api import CausalLM, Head, Readout, TensorPlan, fits, given
 from fw_plugins.sharding.collectives import all_gather, reduce_scatter
 
 

@@ -9,13 +9,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fw.errors import RunError
-from fw.kinds.model import CausalLM, Give
-from fw.kinds.offload import OffloadPolicy
-from fw.kinds.optimizer import OptimizerSpec
-from fw.kinds.precision import LossScaling, PrecisionPolicy
-from fw.kinds.sharding import KeptTensors, Stepper, StepResult, StepSpec
-from fw.meter.planned import on_gpu
+from fw.api import (
+    CausalLM,
+    Give,
+    KeptTensors,
+    LossScaling,
+    OffloadPolicy,
+    OptimizerSpec,
+    PrecisionPolicy,
+    RunError,
+    Stepper,
+    StepResult,
+    StepSpec,
+    on_gpu,
+)
 from fw_plugins.sharding.evaluating import weights_in
 from fw_plugins.sharding.norm import GradientNorm, global_norm
 from fw_plugins.sharding.offloaded import OffloadedOptimizer, placed_like

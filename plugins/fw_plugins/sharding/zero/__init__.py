@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from fw.kinds.model import CausalLM, Give
-from fw.kinds.sharding import SHARD, ShardingPlugin, Stepper, StepSpec
+from fw.api import SHARD, CausalLM, Give, ShardingPlugin, Stepper, StepSpec
 from fw_plugins.sharding.torch_stepper import parameter_groups
 from fw_plugins.sharding.zero import disk, ds_config, engine, ops, pieces, placing, rules, traced
 from fw_plugins.sharding.zero.config import ZeroConfig

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from fw.errors import UserError
+from fw.api import UserError
 
 STAGES = {
     "use_multi_rank_bucket_allreduce": (1, 2),

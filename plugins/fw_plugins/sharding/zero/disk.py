@@ -8,7 +8,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from fw.kinds.sharding import StepSpec
+from fw.api import StepSpec
 from fw_plugins.sharding import space
 
 _OPTIMIZER_BYTES = 16

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from fw.kinds.sharding import StepSpec
+from fw.api import StepSpec
 from fw_plugins.sharding.zero.config import AIO, OPTIMIZER_BUFFERS, PARAM_BUFFERS, ZeroConfig
 
 _NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from fw.errors import RunError
+from fw.api import RunError
 
 LOCK = "lock"
 _SECONDS = 0.5

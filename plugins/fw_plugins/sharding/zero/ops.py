@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from fw.errors import RunError, UserError
+from fw.api import RunError, UserError
 from fw_plugins.sharding.zero import engine, locks
 from fw_plugins.sharding.zero.waiting import Waiting
 

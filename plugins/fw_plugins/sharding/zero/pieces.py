@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from itertools import accumulate
 
-from fw.kinds.model import CausalLM
-from fw.kinds.sharding import StepSpec
+from fw.api import CausalLM, StepSpec
 from fw_plugins.sharding.torch_stepper import parameter_groups
 from fw_plugins.sharding.zero.config import ZeroConfig
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fw.kinds.model import CausalLM, Give
+from fw.api import CausalLM, Give
 
 
 def partition(model: CausalLM, package: Any, config: dict[str, Any], device: torch.device) -> None:

@@ -8,9 +8,7 @@ from dataclasses import fields
 import torch
 from torch import nn
 
-from fw.errors import UserError
-from fw.kinds.model import CausalLM
-from fw.kinds.sharding import StepSpec
+from fw.api import CausalLM, StepSpec, UserError
 from fw_plugins.sharding.zero import disk
 from fw_plugins.sharding.zero.config import AIO, OPTIMIZER_BUFFERS, PARAM_BUFFERS, ZERO_PLUS_PLUS, ZeroConfig
 

@@ -10,10 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fw.errors import RunError
-from fw.kinds.checkpoint import Kept, Piece
-from fw.kinds.model import Give
-from fw.kinds.sharding import KeptTensors, Stepper, StepResult, StepSpec
+from fw.api import Give, Kept, KeptTensors, Piece, RunError, Stepper, StepResult, StepSpec
 from fw_plugins.sharding.zero.disk import OwnDirectory
 from fw_plugins.sharding.zero.fragments import Flats
 from fw_plugins.sharding.zero.placing import fill_frozen

@@ -1,0 +1,169 @@
+"""What plugins may use of fw: contracts of all kinds, and what goes with them. Nothing else is promised to stay.
+
+A name stays for as long as the versions of the contracts that the core speaks (``api`` of a plugin); one that is to go warns first, for
+two minor versions. Beside what is here, kinds that touch much of the core have a part of their own: :mod:`fw.api.checkpointing`,
+:mod:`fw.api.launching` and :mod:`fw.api.kernels`. Importing this imports nothing: a name brings in what it needs when it is asked for, so
+that a launcher, or ``fw plugins list``, does without torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fw.checkpointing.placement import local_part as local_part
+    from fw.config import LaunchSection as LaunchSection, format_size as format_size, parse_size as parse_size
+    from fw.errors import (
+        EXIT_FAILED as EXIT_FAILED,
+        EXIT_INTERRUPTED as EXIT_INTERRUPTED,
+        EXIT_OK as EXIT_OK,
+        EXIT_REQUEUE as EXIT_REQUEUE,
+        EXIT_USER as EXIT_USER,
+        FwError as FwError,
+        RunError as RunError,
+        UserError as UserError,
+        describe as describe,
+        did_you_mean as did_you_mean,
+    )
+    from fw.kinds import make as make, plugin_class as plugin_class
+    from fw.kinds.activation import ActivationPlugin as ActivationPlugin, repeating as repeating, repeats as repeats
+    from fw.kinds.attention import AttentionPlugin as AttentionPlugin, Pattern as Pattern
+    from fw.kinds.checkpoint import (
+        Beat as Beat,
+        CheckpointOptions as CheckpointOptions,
+        CheckpointPlugin as CheckpointPlugin,
+        Kept as Kept,
+        NewerFormatError as NewerFormatError,
+        Part as Part,
+        Piece as Piece,
+        Ranks as Ranks,
+        Reader as Reader,
+        Region as Region,
+        Snapshot as Snapshot,
+        Writes as Writes,
+        adapter_parts as adapter_parts,
+        parts as parts,
+    )
+    from fw.kinds.data import (
+        IGNORED as IGNORED,
+        Corpus as Corpus,
+        DataPlugin as DataPlugin,
+        Rows as Rows,
+        Sample as Sample,
+        Samples as Samples,
+        Say as Say,
+        VaryingSamples as VaryingSamples,
+    )
+    from fw.kinds.kv_cache import (
+        KVCache as KVCache,
+        KVCachePlugin as KVCachePlugin,
+        KVNeeds as KVNeeds,
+        Places as Places,
+        Stretch as Stretch,
+    )
+    from fw.kinds.launcher import LauncherPlugin as LauncherPlugin, Prepare as Prepare
+    from fw.kinds.logger import COLUMNS as COLUMNS, LoggerPlugin as LoggerPlugin
+    from fw.kinds.model import (
+        Adapters as Adapters,
+        CausalLM as CausalLM,
+        Give as Give,
+        Head as Head,
+        HFTensor as HFTensor,
+        Init as Init,
+        KVShape as KVShape,
+        LinearHead as LinearHead,
+        ModelPlugin as ModelPlugin,
+        Quantized as Quantized,
+        Readout as Readout,
+        Rescaling as Rescaling,
+        Width as Width,
+    )
+    from fw.kinds.objective import Beside as Beside, ObjectivePlugin as ObjectivePlugin
+    from fw.kinds.offload import OffloadPlugin as OffloadPlugin, OffloadPolicy as OffloadPolicy, Tier as Tier
+    from fw.kinds.optimizer import OptimizerOptions as OptimizerOptions, OptimizerPlugin as OptimizerPlugin, OptimizerSpec as OptimizerSpec
+    from fw.kinds.peft import (
+        LowRank as LowRank,
+        PeftPlugin as PeftPlugin,
+        adapters_are_off as adapters_are_off,
+        without_adapters as without_adapters,
+    )
+    from fw.kinds.precision import (
+        LossScaling as LossScaling,
+        Phase as Phase,
+        PrecisionPlugin as PrecisionPlugin,
+        PrecisionPolicy as PrecisionPolicy,
+    )
+    from fw.kinds.quantization import QuantizationPlugin as QuantizationPlugin, StoredWeight as StoredWeight
+    from fw.kinds.schedule import Decay as Decay, SchedulePlugin as SchedulePlugin, Warmup as Warmup
+    from fw.kinds.sharding import (
+        CONTEXT as CONTEXT,
+        REPLICATE as REPLICATE,
+        SHARD as SHARD,
+        TENSOR as TENSOR,
+        KeptTensors as KeptTensors,
+        ShardingPlugin as ShardingPlugin,
+        Stepper as Stepper,
+        StepResult as StepResult,
+        StepSpec as StepSpec,
+    )
+    from fw.kinds.tensor_plan import TensorPlan as TensorPlan, fits as fits, given as given, plan_for as plan_for
+    from fw.locate import ADAPTER_CONFIG as ADAPTER_CONFIG, find as find
+    from fw.meter.planned import gpu_capability as gpu_capability, on_gpu as on_gpu, planned_gpu as planned_gpu
+    from fw.place import Place as Place
+    from fw.pretrained import plugin_for as plugin_for, read_config as read_config
+    from fw.pretrained.directory import read_adapter_config as read_adapter_config
+    from fw.registry import (
+        Apis as Apis,
+        Conflicts as Conflicts,
+        NoOptions as NoOptions,
+        Plugin as Plugin,
+        Requires as Requires,
+        register as register,
+    )
+    from fw.tokenizer import Tokenizer as Tokenizer, load_tokenizer as load_tokenizer
+
+_NAMES = {
+    "fw.checkpointing.placement": "local_part",
+    "fw.config": "LaunchSection format_size parse_size",
+    "fw.errors": "EXIT_FAILED EXIT_INTERRUPTED EXIT_OK EXIT_REQUEUE EXIT_USER FwError RunError UserError describe did_you_mean",
+    "fw.kinds": "make plugin_class",
+    "fw.kinds.activation": "ActivationPlugin repeating repeats",
+    "fw.kinds.attention": "AttentionPlugin Pattern",
+    "fw.kinds.checkpoint": (
+        "Beat CheckpointOptions CheckpointPlugin Kept NewerFormatError Part Piece Ranks Reader Region Snapshot Writes adapter_parts parts"
+    ),
+    "fw.kinds.data": "IGNORED Corpus DataPlugin Rows Sample Samples Say VaryingSamples",
+    "fw.kinds.kv_cache": "KVCache KVCachePlugin KVNeeds Places Stretch",
+    "fw.kinds.launcher": "LauncherPlugin Prepare",
+    "fw.kinds.logger": "COLUMNS LoggerPlugin",
+    "fw.kinds.model": "Adapters CausalLM Give HFTensor Head Init KVShape LinearHead ModelPlugin Quantized Readout Rescaling Width",
+    "fw.kinds.objective": "Beside ObjectivePlugin",
+    "fw.kinds.offload": "OffloadPlugin OffloadPolicy Tier",
+    "fw.kinds.optimizer": "OptimizerOptions OptimizerPlugin OptimizerSpec",
+    "fw.kinds.peft": "LowRank PeftPlugin adapters_are_off without_adapters",
+    "fw.kinds.precision": "LossScaling Phase PrecisionPlugin PrecisionPolicy",
+    "fw.kinds.quantization": "QuantizationPlugin StoredWeight",
+    "fw.kinds.schedule": "Decay SchedulePlugin Warmup",
+    "fw.kinds.sharding": "CONTEXT REPLICATE SHARD TENSOR KeptTensors ShardingPlugin StepResult StepSpec Stepper",
+    "fw.kinds.tensor_plan": "TensorPlan fits given plan_for",
+    "fw.locate": "ADAPTER_CONFIG find",
+    "fw.meter.planned": "gpu_capability on_gpu planned_gpu",
+    "fw.place": "Place",
+    "fw.pretrained": "plugin_for read_config",
+    "fw.pretrained.directory": "read_adapter_config",
+    "fw.registry": "Apis Conflicts NoOptions Plugin Requires register",
+    "fw.tokenizer": "Tokenizer load_tokenizer",
+}
+_FROM = {name: module for module, names in _NAMES.items() for name in names.split()}
+__all__ = sorted(_FROM)
+
+
+def __getattr__(name: str) -> Any:
+    if name in _FROM:
+        return getattr(importlib.import_module(_FROM[name]), name)
+    raise AttributeError(f"module 'fw.api' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__
