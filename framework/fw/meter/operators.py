@@ -126,11 +126,16 @@ class StepTrace:
 
 def calls_of(results: Any) -> list[Call]:
     """Of ``profile.profiler.kineto_results``, without what only stands around operators: autograd's functions, marks but :data:`STEP`."""
-    return [_call(event) for event in results.events() if event.name() == STEP or not _is_frame(event)]
+    return [_call(event) for event in results.events() if not _is_frame(event)]
 
 
 def _is_frame(event: Any) -> bool:
-    return event.scope() in _FRAMES or event.name().startswith("autograd::engine::")
+    """CUDA's own functions count as such, too: their events know what they launch, as an operator's do."""
+    if event.device_type() != torch.profiler.DeviceType.CPU:
+        return event.is_user_annotation()  # a mark of the host's, drawn over the kernels within it
+    if event.name() == STEP:
+        return False
+    return event.scope() in _FRAMES or event.name().startswith("autograd::engine::") or event.linked_correlation_id() > 0
 
 
 def _call(event: Any) -> Call:
@@ -158,12 +163,20 @@ def step_trace(calls: Iterable[Call]) -> StepTrace:
     calls = list(calls)
     step = [call for call in calls if call.name == STEP and not call.on_gpu][-1]
     inside = [call for call in calls if step.begin <= call.begin < step.end and call.name != STEP]
-    own = [call for call in inside if not call.on_gpu and call.thread == step.thread]
-    operators = [call for call in own if call.name != _ALLOCATION]
-    parents = _parents(operators)
-    flops = _innermost_flops(operators, parents)
-    allocated = _allocated(operators, parents, [call for call in own if call.name == _ALLOCATION and call.nbytes > 0])
     kernels = [call for call in calls if call.on_gpu and call.begin >= step.begin]  # the last ones run when the host is done
+    # Of a GPU, backward is launched by a thread of autograd's.
+    threads = {call.thread for call in inside if not call.on_gpu} if kernels else {step.thread}
+    operators: list[Call] = []
+    parents: list[int | None] = []
+    allocated: list[int] = []
+    for thread in sorted(threads):
+        own = [call for call in inside if not call.on_gpu and call.thread == thread]
+        called = [call for call in own if call.name != _ALLOCATION]
+        inner = _parents(called)
+        allocated += _allocated(called, inner, [call for call in own if call.name == _ALLOCATION and call.nbytes > 0])
+        parents += [None if parent is None else parent + len(operators) for parent in inner]
+        operators += called
+    flops = _innermost_flops(operators, parents)
     if kernels:
         return _of_gpu(step, operators, parents, flops, allocated, kernels)
     seconds = [float(call.end - call.begin) for call in operators]

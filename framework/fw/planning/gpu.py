@@ -42,7 +42,7 @@ class Gpu:
         """Whether those that have used cuBLAS are autograd's own."""
         self._on_host: set[int] = set()
         """Addresses of storage objects."""
-        self._to_host = self._all_to_host = False
+        self._to_host = self._all_to_host = self._pinned = False
         self._streams = {torch.cpu.current_stream(): 0}
         self._history: History | None = None
         self.groups: set[tuple[int, ...]] = set()
@@ -94,7 +94,8 @@ class Gpu:
         kwargs = dict(kwargs)
         sources = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.dim()]
         computed = bool(sources) and all(self.is_on_host(source) for source in sources)
-        self._to_host = kwargs.pop("pin_memory", False) or self._all_to_host or computed
+        self._pinned = bool(kwargs.pop("pin_memory", False))
+        self._to_host = self._pinned or self._all_to_host or computed
         return kwargs
 
     def takes(self, storage: torch.UntypedStorage) -> bool:
@@ -105,7 +106,10 @@ class Gpu:
         if not self._to_host:
             return False
         self._on_host.add(key)
-        self.host_bytes += (nbytes := storage.nbytes())
+        nbytes = storage.nbytes()
+        if self._pinned and nbytes:  # torch rounds up (CachingHostAllocatorImpl::allocate of ATen/core/CachingHostAllocator.h)
+            nbytes = 1 << (nbytes - 1).bit_length()
+        self.host_bytes += nbytes
         self.host_peak_bytes = max(self.host_peak_bytes, self.host_bytes)
         weakref.finalize(storage, self._left_host, key, nbytes).atexit = False
         return True

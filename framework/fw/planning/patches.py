@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -49,6 +49,26 @@ def generator_states(on_host: Callable[[], AbstractContextManager[None]]) -> Ite
         yield
     finally:
         torch.get_rng_state, torch.set_rng_state = get_rng_state, set_rng_state
+
+
+@contextmanager
+def scalars_on_host(on_host: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+    """A number made without saying where, as an optimizer's count of steps is, is in host memory whatever the device."""
+    zeros, tensor = torch.zeros, torch.tensor
+
+    def made_by(original: Callable[..., Tensor], is_scalar: Callable[..., bool]) -> Callable[..., Tensor]:
+        def make(*args: Any, **kwargs: Any) -> Tensor:
+            with on_host() if kwargs.get("device") is None and is_scalar(*args) else nullcontext():
+                return original(*args, **kwargs)
+
+        return make
+
+    torch.zeros = made_by(zeros, lambda *size: size == ((),))  # type: ignore[assignment]
+    torch.tensor = made_by(tensor, lambda *data: len(data) == 1 and isinstance(data[0], (int, float)))
+    try:
+        yield
+    finally:
+        torch.zeros, torch.tensor = zeros, tensor  # type: ignore[assignment]
 
 
 @contextmanager

@@ -10,18 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils import flop_counter
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fw.api import on_gpu
+from fw.api import on_gpu, operator_flops
 from fw_plugins.activation.storages import overwritten, storage, storages
 
 FLOPS_PER_BYTE = {"cpu": 10.0, "cuda": 200.0}
 """What a device computes in the time in which it moves a byte, roughly: 200 GFLOP/s and 20 GB/s of two cores, 990 TFLOP/s in bf16 and
 3.4 TB/s of an H100 (its data sheet), both rounded."""
-
-_CPU_FLASH = "aten._scaled_dot_product_flash_attention_for_cpu"
 
 
 @dataclass(frozen=True)
@@ -103,7 +100,7 @@ class _Recorder(TorchDispatchMode):
         new_bytes = sum(tensor.untyped_storage().nbytes() for tensor in made)
         overwrites = op._schema.is_mutable
         moves = sum(tensor.nbytes for tensor in given) + new_bytes if made or overwrites else 0  # a view moves nothing
-        cost = max(float(_flops(op.overloadpacket, args, kwargs, out)), moves * self._flops_per_byte)
+        cost = max(float(_flops(op, args, kwargs, out)), moves * self._flops_per_byte)
         if overwrites:  # a result that is overwritten later is not kept
             for index in {self._maker[written] for written in overwritten(op, args, kwargs) & self._maker.keys()}:
                 self.operations[index] = replace(self.operations[index], kept_bytes=0)
@@ -112,14 +109,12 @@ class _Recorder(TorchDispatchMode):
         return out
 
 
-def _flops(packet: Any, args: Any, kwargs: Any, out: Any) -> int:
-    if str(packet) == _CPU_FLASH:  # torch counts those of GPUs only
-        return flop_counter.sdpa_flop_count(*(tensor.shape for tensor in args[:3]))
+def _flops(op: Any, args: Any, kwargs: Any, out: Any) -> int:
+    packet = op.overloadpacket
     if str(packet) == "flash_attn._flash_attn_forward":
         q_BLNH, k_BLKH = args[:2]
         return 4 * q_BLNH.numel() * k_BLKH.shape[1]
     if str(packet) == "flash_attn._flash_attn_varlen_forward":
         q_TNH, longest = args[0], args[6]
         return int(4 * q_TNH.numel() * longest)  # as if all documents were as long as the longest
-    count = flop_counter.flop_registry.get(packet)
-    return 0 if count is None else count(*args, **kwargs, out_val=out)
+    return operator_flops(op, args, kwargs, out)

@@ -154,7 +154,7 @@ def _drawn(options: Any, inputs: int, outputs: int, bias: bool, inner: str, seed
     alone = copy.copy(options)
     alone.target_modules, alone.exclude_modules = {"layer"}, None
     with torch.device("cpu"), torch.random.fork_rng(devices=[]):
-        torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+        torch.default_generator.manual_seed(int.from_bytes(digest[:8], "little") >> 1)  # the host's alone
         net = nn.ModuleDict({"layer": nn.utils.skip_init(nn.Linear, inputs, outputs, bias=bias)})
         peft.inject_adapter_in_model(alone, net, _ADAPTER)
     return net["layer"].get_parameter(inner).detach()

@@ -99,7 +99,7 @@ class OffloadedOptimizer:
         host, optimizer = self._each[parameter]
         local = local_part(value)
         if not local.dim():
-            optimizer.state[host][key] = value
+            optimizer.state[host][key] = value.to(host.device)  # which was made beside the parameter
         elif self._path is None or not local.numel():
             optimizer.state[host][key] = local.to(host.device)
         else:  # to the disk at once: all of the state may not fit into host memory
