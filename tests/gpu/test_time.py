@@ -42,3 +42,15 @@ def test_kernels_phases_and_files(workspace: Path) -> None:
     with Path("trace/rank0.memory.pickle").open("rb") as file:
         snapshot = pickle.load(file)
     assert snapshot["segments"] and any(event["action"] == "alloc" for event in snapshot["device_traces"][0])
+
+
+def test_operators_of_backward_are_told_with_their_time(workspace: Path) -> None:
+    fw("profile", "tiny.yaml", *WIDE, "--trace", "trace").ok()
+    trace = StepTime.from_json(json.loads(Path("trace/step-time.json").read_text())).trace
+    assert trace is not None
+    products = [each for each in trace.operators if each.name == "aten::mm" and each.flops]
+    # Of each product backward has two, which take about twice forward's time.
+    calls = sum(each.calls for each in products)
+    forwards = 2 * 7 + 1  # of two blocks and the head, for each of the step's micro-batches
+    assert calls % (3 * forwards) == 0, [(each.shapes, each.calls) for each in products]
+    assert not any(each.name.startswith(("Optimizer.step", "ProfilerStep", "cuda")) for each in trace.operators)

@@ -93,6 +93,23 @@ def test_memory_is_of_who_asked_for_it() -> None:
     assert {each.name: each.allocated_bytes for each in trace.operators if each.allocated_bytes} == {"aten::to": 1000, "aten::empty": 24}
 
 
+def test_on_a_gpu_backward_is_another_threads() -> None:
+    product = {"shapes": [[8, 4], [4, 2]], "dtypes": ["float", "float"], "values": [None, None]}
+    trace = step_trace(
+        [
+            call(STEP, 0, 12),
+            call("aten::linear", 1, 3, identity=1),
+            call("aten::mm", 1, 2, identity=2, **product),
+            call("aten::mm_backward", 4, 7, thread=5, identity=3),
+            call("aten::mm", 5, 6, thread=5, identity=4, **product),
+            call("gemm", 2, 4, thread=0, on_gpu=True, launched_by=2),
+            call("gemm", 6, 10, thread=0, on_gpu=True, launched_by=4),
+        ]
+    )
+    assert by_name(trace) == pytest.approx({"aten::mm": 6}) and trace.idle_seconds == pytest.approx(0.006)
+    assert [(each.calls, each.flops) for each in trace.operators] == [(2, 128)]
+
+
 def test_a_gpus_time_is_its_kernels() -> None:
     def kernel(name: str, begin: float, end: float, of: int, nbytes: int = 0) -> Call:
         return call(name, begin, end, thread=0, on_gpu=True, launched_by=of, nbytes=nbytes)

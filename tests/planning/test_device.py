@@ -139,3 +139,14 @@ def test_reserved_by_hand() -> None:
     second.went(between)
     second.came(Block(18 * MIB))
     assert reserved_peak_bytes([first, second]) == small + 2 * shared
+
+
+def test_a_count_of_steps_lies_where_the_optimizer_makes_it(workspace):
+    """fw's own keep it in host memory, one for each parameter; torch's fused kernel has it on the GPU."""
+    state = {}
+    for optimizer in ("lamb", "adamw"):
+        document = json.loads(fw("plan", "tiny.yaml", "--device", "h200", "--json", f"optimizer={optimizer}", *SYNTHETIC).ok().out)
+        most = document["per_rank"][0]["components_max"]
+        state[optimizer] = most["optimizer_bytes"] - 2 * most["parameters_bytes"]
+    parameters = 2 * 9 + 3
+    assert state == {"lamb": 0, "adamw": 4 * parameters}

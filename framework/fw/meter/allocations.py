@@ -6,7 +6,8 @@ import bisect
 import functools
 import gc
 import sysconfig
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections import defaultdict, deque
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from math import inf
 from pathlib import Path
@@ -127,7 +128,7 @@ _ENTER = "fw.meter.enter:"
 def allocations(device: torch.device, rules: Rules | None = None, lines: bool = False) -> Iterator[Allocations]:
     """Record allocations on ``device`` while the context is open; what it gives is filled at the end.
 
-    The sums are of what tensors asked for, in the order of time: no rounding, no caching (profile_memory of torch.profiler).
+    The sums are of what was asked for, in the order of time: no rounding, no caching (profile_memory of torch.profiler).
 
     Args:
         lines: whether each is to know the line of Python that made it; the program is several times slower.
@@ -136,12 +137,55 @@ def allocations(device: torch.device, rules: Rules | None = None, lines: bool = 
     found = Allocations(device)
     # Shapes come with addresses, which say what is converted and what is exchanged.
     how: dict[str, Any] = {"profile_memory": True, "record_shapes": rules != Rules(), "with_stack": lines, "acc_events": True}
-    with profile(activities=[ProfilerActivity.CPU], **how) as record:
+    with _asked_for(device) as asked_for, profile(activities=[ProfilerActivity.CPU], **how) as record:
         yield found
     assert record.profiler is not None and record.profiler.kineto_results is not None
     tree = record.profiler.kineto_results.experimental_event_tree()
     events = sorted(_events(tree, device, rules), key=lambda event: event.time)
+    if asked_for:
+        events = as_asked_for(events, asked_for)
     found.replay(with_unseen_ends(events, functools.partial(_uses, tree)), rules)
+
+
+@contextmanager
+def _asked_for(device: torch.device) -> Iterator[list[tuple[int, int]]]:
+    """Address and bytes of each allocation on a GPU, in the order of time, once the context is closed: the profiler is told how large the
+    block is in which the caching allocator puts what was asked for (``alloc_found_block`` of c10/cuda/CUDACachingAllocator.cpp). Nothing
+    on the CPU, and where the allocator's history is being recorded for another purpose."""
+    found: list[tuple[int, int]] = []
+    if device.type != "cuda" or torch._C._cuda_isHistoryEnabled():
+        yield found
+        return
+    torch.cuda.memory._record_memory_history(enabled="all", context=None, device=device, clear_history=True)
+    try:
+        yield found
+        traces = torch.cuda.memory._snapshot(device)["device_traces"]
+        index = torch.cuda.current_device() if device.index is None else device.index
+        found += [(entry["addr"], entry["size"]) for entry in traces[index] if entry["action"] == "alloc"]
+    finally:
+        torch.cuda.memory._record_memory_history(enabled=None, device=device)
+
+
+def as_asked_for(events: Sequence[Event], asked_for: Sequence[tuple[int, int]]) -> list[Event]:
+    """Allocations, and their ends, with the bytes that were asked for, which are those of the block or less.
+
+    Args:
+        asked_for: address and bytes of each allocation, in order; some before or after those of the events do no harm.
+    """
+    by_address: dict[int, deque[int]] = defaultdict(deque)
+    for address, nbytes in asked_for:
+        by_address[address].append(nbytes)
+    live: dict[int, int] = {}
+    found = []
+    for event in events:
+        if not event.name and event.nbytes > 0:
+            waiting = by_address[event.address]
+            live[event.address] = waiting.popleft() if waiting and 0 < waiting[0] <= event.nbytes else event.nbytes
+            event = event._replace(nbytes=live[event.address])
+        elif not event.name and event.address in live:
+            event = event._replace(nbytes=-live.pop(event.address))
+        found.append(event)
+    return found
 
 
 def _leave_trace(name: str) -> None:

@@ -101,6 +101,14 @@ class OwnPeak:
             self._thread.join()
 
 
+def take_workspaces(device: torch.device) -> None:
+    """On a GPU, have cuBLAS take its workspaces, one for each thread that computes products (autograd's, too), which stay: a step that is
+    measured then takes what every step does."""
+    if device.type == "cuda":
+        one = torch.ones(1, 1, device=device, requires_grad=True)
+        (one @ one).sum().backward()
+
+
 def levels(device: torch.device) -> dict[str, int]:
     """What is held now: of the host (Linux), and of a GPU what the caching allocator has reserved and the driver given out to all."""
     found = {"host": held} if (held := held_bytes(_HOST)) is not None else {}

@@ -63,12 +63,12 @@ def scalars_on_host(on_host: Callable[[], AbstractContextManager[None]]) -> Iter
 
         return make
 
-    torch.zeros = made_by(zeros, lambda *size: size == ((),))  # type: ignore[assignment]
+    torch.zeros = made_by(zeros, lambda *size: size == ((),))
     torch.tensor = made_by(tensor, lambda *data: len(data) == 1 and isinstance(data[0], (int, float)))
     try:
         yield
     finally:
-        torch.zeros, torch.tensor = zeros, tensor  # type: ignore[assignment]
+        torch.zeros, torch.tensor = zeros, tensor
 
 
 @contextmanager

@@ -24,6 +24,7 @@ from fw.launching.peers import peer_error
 from fw.launching.stacks import Watch, answer_when_asked
 from fw.meter.energy import Energy
 from fw.meter.flops import peak_flops
+from fw.meter.memory import take_workspaces
 from fw.recipe import Recipe, World
 from fw.training import finish, out_of_memory, resume, run_dir
 from fw.training.batches import Batches
@@ -141,6 +142,7 @@ def _train_joined(
     if checkpoint is not None and world.is_first:
         say(f"resuming from {checkpoint.place} at step {start_step}")
     replica = world.rank * recipe.replicas // recipe.world_size
+    take_workspaces(device)
     try:
         train_batches = loader(batches.train, batches.train_plans(module.samples_seen, replica), recipe.loader, device)
         module.waited_seconds = lambda: train_batches.waited_seconds
