@@ -47,7 +47,13 @@ AWAY = {
     "activations on the host": ["offload.activations=cpu", "offload.activations_above=1KiB"],
     "activations on disk": ["offload.activations=nvme", "offload.activations_above=1KiB", "offload.path=disk"],
 }
-LARGE = ["model.hidden_size=256", "model.intermediate_size=1024", "train.max_steps=5", "train.sequence_length=512"]
+LARGE = [
+    "model.num_hidden_layers=8",
+    "model.hidden_size=256",
+    "model.intermediate_size=1024",
+    "train.max_steps=5",
+    "train.sequence_length=512",
+]
 
 
 @pytest.mark.parametrize("sharding", ["single", "ddp", "fsdp"])

@@ -92,8 +92,10 @@ def test_the_run_takes_what_was_planned(workspace: Path, case: str, record_prope
     assert document.device != "cpu" and document.budget == torch.cuda.get_device_properties(0).total_memory
     # max_memory_allocated counts what the allocator rounds up, cuBLAS' workspaces, and the first step.
     assert most == pytest.approx(planned.allocated_peak, rel=0.03, abs=2 * MIB)
-    for component in ("parameters", "gradients", "optimizer"):
+    for component in ("parameters", "gradients"):
         assert measured.most[component] == planned.most[component], component
+    # An optimizer on the host counts its steps there, which a plan does not tell from a count beside the parameters.
+    assert measured.most["optimizer"] == pytest.approx(planned.most["optimizer"], abs=1024)
     assert measured.most["activations"] == pytest.approx(planned.most["activations"], rel=0.03, abs=MIB)
     assert measured.reserved_peak == pytest.approx(planned.reserved_peak, rel=0.1, abs=22 * MIB)
 

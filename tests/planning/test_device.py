@@ -16,7 +16,7 @@ from fw.meter.account import Block, History, Rules
 from fw.meter.devices import DEVICES, MIB, find
 from fw.meter.document import COMPONENTS
 from fw.planning.ledger import Ledger
-from fw.planning.on_gpu import reserved_peak_bytes
+from fw.planning.on_gpu import allocator_peaks
 from fw.planning.plan import plan
 
 SYNTHETIC = ["data={name: synthetic, vocab_size: 300, samples: 64}", "train.global_batch_size=8", "train.micro_batch_size=4"]
@@ -28,9 +28,10 @@ def test_the_document_is_of_the_device(workspace: Path) -> None:
     (rank,) = document["per_rank"]
     assert document["device"] == "h200" and document["budget_bytes"] == find("h200").memory_bytes and document["fits"] is True
     assert sum(rank["components_at_peak"].values()) == rank["allocated_peak_bytes"] == rank["allocated_peak_low_bytes"]
-    assert rank["reserved_peak_bytes"] > rank["allocated_peak_bytes"] and rank["reserved_peak_bytes"] % (2 * MIB) == 0
-    assert rank["driver_peak_bytes"] == rank["reserved_peak_bytes"] + CONTEXT
-    assert rank["components_max"]["other_bytes"] == 2 * WORKSPACE, "of forward's thread and of backward's"
+    assert rank["allocator_peaks"] > rank["allocated_peak_bytes"] and rank["allocator_peaks"] % (2 * MIB) == 0
+    assert rank["driver_peak_bytes"] == rank["allocator_peaks"] + CONTEXT
+    rounding = rank["components_max"]["other_bytes"] - 2 * WORKSPACE
+    assert 0 <= rounding < 2 * MIB, "workspaces of forward's thread and of backward's, and what blocks are not filled with"
     assert 0 < document["step_time_s"] < 1
     table = fw("plan", "tiny.yaml", "--device", "h200", *SYNTHETIC).ok().out
     assert "estimate" in table and "reserved" in table and "more than tensors take" in table
@@ -42,7 +43,8 @@ def test_where_no_rule_is_about_it_tensors_take_what_they_do_on_the_cpu(workspac
     overrides = [*SYNTHETIC, "attention=eager", f"precision={precision}"]
     gpu, cpu = (plan("tiny.yaml", *overrides, device=device).largest for device in ("h200", "cpu"))
     on_host = torch.get_rng_state().numel() + 2 * 8 * 64 * 8
-    assert gpu.allocated_peak == cpu.allocated_peak + 2 * WORKSPACE - on_host
+    rounding = gpu.at_peak["other"] - cpu.at_peak["other"] - 2 * WORKSPACE + on_host
+    assert gpu.allocated_peak == cpu.allocated_peak + 2 * WORKSPACE - on_host + rounding and 0 <= rounding < 2 * MIB
     assert gpu.peak_phase == cpu.peak_phase
     for component in set(COMPONENTS) - {"other"}:
         assert gpu.most[component] == cpu.most[component], component
@@ -127,18 +129,18 @@ def test_reserved_by_hand() -> None:
     second.before = [weight, between := Block(12 * MIB)]
     second.came(more := Block(9 * MIB))
     small, shared = 2 * MIB, 20 * MIB
-    assert reserved_peak_bytes([first]) == small + shared
+    assert allocator_peaks([first]).reserved == small + shared
     first.changes.clear()
     first.came(passing)
     first.went(passing)
     # 12 MiB fit into the free segment of 20, and 9 then do not fit into what is left of it.
-    assert reserved_peak_bytes([first, second]) == small + 2 * shared
+    assert allocator_peaks([first, second]).reserved == small + 2 * shared
     beside = History(before=[weight, between, more], changes=[(Block(1, stream=1), 1)])
-    assert reserved_peak_bytes([first, second, beside]) == small + 2 * shared + small, "another stream has its own segments"
+    assert allocator_peaks([first, second, beside]).reserved == small + 2 * shared + small, "another stream has its own segments"
     second.went(more)
     second.went(between)
     second.came(Block(18 * MIB))
-    assert reserved_peak_bytes([first, second]) == small + 2 * shared
+    assert allocator_peaks([first, second]).reserved == small + 2 * shared
 
 
 def test_a_count_of_steps_lies_where_the_optimizer_makes_it(workspace):

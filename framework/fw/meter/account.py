@@ -201,10 +201,12 @@ class Rules:
     Attributes:
         copies: category → category of what is converted from it to another dtype or device.
         exchanged: category of what ranks send and receive, where it has none.
+        unknown: category of what an allocator takes besides what was asked for.
     """
 
     copies: Mapping[str, str] = field(default_factory=dict)
     exchanged: str = ""
+    unknown: str = UNNAMED
 
     def is_exchange(self, operation: str) -> bool:
         """Whether ``namespace::name`` is a collective of torch.distributed, whose arguments ranks exchange."""

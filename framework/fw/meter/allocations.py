@@ -6,18 +6,19 @@ import bisect
 import functools
 import gc
 import sysconfig
-from collections import defaultdict, deque
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager
 from math import inf
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from fw.meter.account import Block, History, Recorder, Rules, Site, is_given
+from fw.meter.allocator_trace import as_recorded, recorded
+from fw.meter.events import Event
 
 
 class Allocations(Recorder):
@@ -34,11 +35,16 @@ class Allocations(Recorder):
         self.left_bytes = 0
         self.marks: dict[str, int] = {}
         self._device = device
+        self._before = 0
         self._history = History()
         self._named: list[tuple[str, frozenset[int]]] = []
         """A category, and addresses of the memory that is of it from this moment on; no addresses for all that is unnamed."""
         self._known: dict[int, Block] = {}
         """Memory that was there before, by address."""
+
+    def began(self) -> None:
+        """Of a GPU, what its allocator has given out by now."""
+        self._before = torch.cuda.memory_allocated(self._device) if self._device.type == "cuda" else 0
 
     def mark(self, name: str) -> None:
         """Remember how much is allocated now."""
@@ -82,6 +88,9 @@ class Allocations(Recorder):
         """Fill in what happened, in the order of time."""
         history, live = self._history, dict(self._known)
         history.before = list(live.values())
+        if (unknown := self._before - sum(block.nbytes for block in history.before)) > 0:  # workspaces, and what blocks are not filled with
+            history.before.append(Block(unknown, rules.unknown))
+        unfilled: dict[int, Block] = {}
         now, site = 0, Site()
         for event in events:
             if event.name.startswith(_MARK):
@@ -105,16 +114,22 @@ class Allocations(Recorder):
                     if event.address in live:  # its end was not seen
                         now -= live[event.address].nbytes
                         history.went(live[event.address])
+                        if event.address in unfilled:
+                            history.went(unfilled.pop(event.address))
                     made = Block(event.nbytes, site=site, address=event.address, line=event.line)
                     live[event.address] = history.came(made)
                     if of in rules.copies:
                         live[event.address].name(rules.copies[of])
+                    if event.unfilled_bytes:
+                        unfilled[event.address] = history.came(Block(event.unfilled_bytes, rules.unknown, site=site))
                     if event.own:
                         made.name(rules.exchanged)
                     elif event.inside:
                         made.exchange(rules.exchanged)
                 elif event.address in live:
                     history.went(live.pop(event.address))
+                    if event.address in unfilled:
+                        history.went(unfilled.pop(event.address))
                 self.peak_bytes = max(self.peak_bytes, now)
         self.left_bytes = now
 
@@ -137,86 +152,20 @@ def allocations(device: torch.device, rules: Rules | None = None, lines: bool = 
     found = Allocations(device)
     # Shapes come with addresses, which say what is converted and what is exchanged.
     how: dict[str, Any] = {"profile_memory": True, "record_shapes": rules != Rules(), "with_stack": lines, "acc_events": True}
-    with _asked_for(device) as asked_for, profile(activities=[ProfilerActivity.CPU], **how) as record:
+    with recorded(device) as entries, profile(activities=[ProfilerActivity.CPU], **how) as record:
+        found.began()
         yield found
     assert record.profiler is not None and record.profiler.kineto_results is not None
     tree = record.profiler.kineto_results.experimental_event_tree()
     events = sorted(_events(tree, device, rules), key=lambda event: event.time)
-    if asked_for:
-        events = as_asked_for(events, asked_for)
+    if entries:
+        events = as_recorded(events, entries)
     found.replay(with_unseen_ends(events, functools.partial(_uses, tree)), rules)
-
-
-@contextmanager
-def _asked_for(device: torch.device) -> Iterator[list[tuple[int, int]]]:
-    """Address and bytes of each allocation on a GPU, in the order of time, once the context is closed: the profiler is told how large the
-    block is in which the caching allocator puts what was asked for (``alloc_found_block`` of c10/cuda/CUDACachingAllocator.cpp). Nothing
-    on the CPU, and where the allocator's history is being recorded for another purpose."""
-    found: list[tuple[int, int]] = []
-    if device.type != "cuda" or torch._C._cuda_isHistoryEnabled():
-        yield found
-        return
-    torch.cuda.memory._record_memory_history(enabled="all", context=None, device=device, clear_history=True)
-    try:
-        yield found
-        traces = torch.cuda.memory._snapshot(device)["device_traces"]
-        index = torch.cuda.current_device() if device.index is None else device.index
-        found += [(entry["addr"], entry["size"]) for entry in traces[index] if entry["action"] == "alloc"]
-    finally:
-        torch.cuda.memory._record_memory_history(enabled=None, device=device)
-
-
-def as_asked_for(events: Sequence[Event], asked_for: Sequence[tuple[int, int]]) -> list[Event]:
-    """Allocations, and their ends, with the bytes that were asked for, which are those of the block or less.
-
-    Args:
-        asked_for: address and bytes of each allocation, in order; some before or after those of the events do no harm.
-    """
-    by_address: dict[int, deque[int]] = defaultdict(deque)
-    for address, nbytes in asked_for:
-        by_address[address].append(nbytes)
-    live: dict[int, int] = {}
-    found = []
-    for event in events:
-        if not event.name and event.nbytes > 0:
-            waiting = by_address[event.address]
-            live[event.address] = waiting.popleft() if waiting and 0 < waiting[0] <= event.nbytes else event.nbytes
-            event = event._replace(nbytes=live[event.address])
-        elif not event.name and event.address in live:
-            event = event._replace(nbytes=-live.pop(event.address))
-        found.append(event)
-    return found
 
 
 def _leave_trace(name: str) -> None:
     with torch.profiler.record_function(name):
         pass
-
-
-class Event(NamedTuple):
-    """Something that happened.
-
-    Attributes:
-        name: of a mark or a collective; empty for an allocation or its end.
-        nbytes: that were allocated; negative for freed.
-        converted: address of what is converted where this is allocated, or 0.
-        inside: allocated in a collective.
-        own: and by its backend, for itself.
-        exchanged: addresses of what a collective takes.
-        began: when a thread of gloo began what it has done now, or what this is allocated in.
-        line: of the Python program that allocated; empty where it was not asked for.
-    """
-
-    time: int
-    name: str = ""
-    address: int = 0
-    nbytes: int = 0
-    converted: int = 0
-    inside: bool = False
-    own: bool = False
-    exchanged: tuple[int, ...] = ()
-    began: int = 0
-    line: str = ""
 
 
 def _events(nodes: Iterable[Any], device: torch.device, rules: Rules) -> Iterator[Event]:

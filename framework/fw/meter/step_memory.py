@@ -35,11 +35,11 @@ CATEGORIES = {
     UNNAMED: "all else a step allocates: results on their way, gradients of activations, what is recomputed",
     BUFFERS: "what the model keeps besides parameters",
     INPUTS: "the step's batches",
-    OTHER: "what was there before the step and is none of these: batches read ahead, an engine's own",
+    OTHER: "what was there before the step and is none of these: batches read ahead, an engine's own; rounding of a GPU's allocator",
 }
 """In the order in which they are shown."""
 
-RULES = Rules(copies={WEIGHTS: COPIES, GATHERED: COPIES}, exchanged=EXCHANGED)
+RULES = Rules(copies={WEIGHTS: COPIES, GATHERED: COPIES}, exchanged=EXCHANGED, unknown=OTHER)
 
 
 COMPONENT_OF = {

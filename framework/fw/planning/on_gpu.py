@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from fw.errors import UserError
 from fw.meter.account import Block, History
 from fw.meter.devices import Device
 from fw.meter.document import RankMemory
 from fw.meter.speeds import Speeds
+from fw.meter.step_memory import OTHER
 from fw.planning.caching_allocator import CachingAllocator
 from fw.planning.nccl import communicator_bytes
 from fw.planning.roofline import step_time
@@ -37,10 +39,14 @@ def on_gpu(rank: int, trace: RankTrace, device: Device, imported_bytes: int) -> 
     Args:
         imported_bytes: of the host, for a process that has loaded the same libraries.
     """
-    reserved = reserved_peak_bytes(trace.histories)
-    driver = reserved + device.context_bytes + sum(communicator_bytes(len(group)) for group in trace.groups)
+    peaks = allocator_peaks(trace.histories)
+    driver = peaks.reserved + device.context_bytes + sum(communicator_bytes(len(group)) for group in trace.groups)
     found = RankMemory.of_steps(rank, trace.steps, imported_bytes + trace.host_bytes)
-    return replace(found, reserved_peak=reserved, driver_peak=driver)
+    rounding = max(0, peaks.allocated - found.allocated_peak)
+    at_peak = {**found.at_peak, OTHER: found.at_peak.get(OTHER, 0) + rounding}
+    most = {**found.most, OTHER: max(found.most.get(OTHER, 0), at_peak[OTHER])}
+    allocated = {"allocated_peak": found.allocated_peak + rounding, "allocated_peak_low": found.allocated_peak_low + rounding}
+    return replace(found, **allocated, reserved_peak=peaks.reserved, driver_peak=driver, at_peak=at_peak, most=most)
 
 
 def slowest_step(trace: RankTrace, device: Speeds, ranks_per_host: int) -> float:
@@ -48,29 +54,43 @@ def slowest_step(trace: RankTrace, device: Speeds, ranks_per_host: int) -> float
     return max(step_time(history, device, ranks_per_host, trace.repeated) for history in trace.histories[1:])
 
 
-def reserved_peak_bytes(histories: Sequence[History]) -> int:
-    """The most that torch's caching allocator holds over stretches of one program, one after another.
+class AllocatorPeaks(NamedTuple):
+    """The most that torch's caching allocator has at any time.
+
+    Attributes:
+        reserved: over all stretches; ``torch.cuda.max_memory_reserved``.
+        allocated: in blocks that are in use, from the second stretch on where there are several; ``torch.cuda.max_memory_allocated``.
+    """
+
+    reserved: int
+    allocated: int
+
+
+def allocator_peaks(histories: Sequence[History]) -> AllocatorPeaks:
+    """Of stretches of one program, one after another.
 
     What comes and goes between two stretches is known by what is there when the next begins; in which order it came, not.
     """
     allocators: defaultdict[int, CachingAllocator] = defaultdict(CachingAllocator)  # for each stream, what no other is given
     live: dict[Block, None] = {}
-    reserved = peak = 0
+    reserved = allocated = reserved_peak = allocated_peak = 0
 
     def change(block: Block, sign: int) -> None:
-        nonlocal reserved, peak
+        nonlocal reserved, allocated, reserved_peak, allocated_peak
         allocator = allocators[block.stream]
+        reserved, allocated = reserved - allocator.reserved_bytes, allocated - allocator.allocated_bytes
         if sign < 0:
             allocator.free(block)
             del live[block]
-            return
-        reserved -= allocator.reserved_bytes
-        allocator.allocate(block, block.nbytes)
-        live[block] = None
-        reserved += allocator.reserved_bytes
-        peak = max(peak, reserved)
+        else:
+            allocator.allocate(block, block.nbytes)
+            live[block] = None
+        reserved, allocated = reserved + allocator.reserved_bytes, allocated + allocator.allocated_bytes
+        reserved_peak, allocated_peak = max(reserved_peak, reserved), max(allocated_peak, allocated)
 
-    for history in histories:
+    for number, history in enumerate(histories):
+        if number == 1:
+            allocated_peak = 0
         before = set(history.before)
         for block in [block for block in live if block not in before]:
             change(block, -1)
@@ -79,4 +99,4 @@ def reserved_peak_bytes(histories: Sequence[History]) -> int:
                 change(block, 1)
         for block, sign in history.changes:
             change(block, sign)
-    return peak
+    return AllocatorPeaks(reserved_peak, allocated_peak)

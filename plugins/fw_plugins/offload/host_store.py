@@ -62,8 +62,8 @@ class HostStore:
         return OnHost(tensor, self) if on_gpu(tensor) else None
 
     def room(self, tensor: Tensor) -> Tensor:
-        """Host memory for the values."""
-        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        """Host memory for the values, laid out as they are, so that no kernel turns them round; without gaps."""
+        return torch.empty_like(tensor, device="cpu", pin_memory=True)
 
     def lane(self, direction: str, device: torch.device) -> Lane:
         """The copies ``away`` from a device, or ``back`` to it."""
