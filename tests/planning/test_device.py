@@ -28,8 +28,8 @@ def test_the_document_is_of_the_device(workspace: Path) -> None:
     (rank,) = document["per_rank"]
     assert document["device"] == "h200" and document["budget_bytes"] == find("h200").memory_bytes and document["fits"] is True
     assert sum(rank["components_at_peak"].values()) == rank["allocated_peak_bytes"] == rank["allocated_peak_low_bytes"]
-    assert rank["allocator_peaks"] > rank["allocated_peak_bytes"] and rank["allocator_peaks"] % (2 * MIB) == 0
-    assert rank["driver_peak_bytes"] == rank["allocator_peaks"] + CONTEXT
+    assert rank["reserved_peak_bytes"] > rank["allocated_peak_bytes"] and rank["reserved_peak_bytes"] % (2 * MIB) == 0
+    assert rank["driver_peak_bytes"] == rank["reserved_peak_bytes"] + CONTEXT
     rounding = rank["components_max"]["other_bytes"] - 2 * WORKSPACE
     assert 0 <= rounding < 2 * MIB, "workspaces of forward's thread and of backward's, and what blocks are not filled with"
     assert 0 < document["step_time_s"] < 1

@@ -29,7 +29,7 @@ _WORKSPACE_HOPPER = 8 * 4096 * 1024
 
 # What nvidia-smi shows for a process of torch that has allocated nothing, with kernels loaded lazily (CUDA 11.7 and later); each kernel
 # used adds to it.
-_CONTEXT_HOPPER = 500 * MIB  # "~500MiB" for each worker's context on a multi-GPU host, GPU not named: vllm-project/vllm-omni#3768
+_CONTEXT_HOPPER = 203 * MIB  # measured on an H200 after a training run in bf16, torch 2.11 with CUDA 13.0 (docs/gpu.md)
 _CONTEXT_ADA = 426 * MIB  # RTX 6000 Ada, torch 2.10 with CUDA 13.0: unslothai/unsloth-zoo#1053
 _CONTEXT_AMPERE = 400 * MIB  # "around 400MB", GPU not named: pytorch/pytorch#109888
 _CONTEXT_GA102 = 256 * MIB  # RTX 3090, torch 2.7.1 with CUDA 12.8: invoke-ai/InvokeAI#9413

@@ -45,8 +45,15 @@ def on_gpu(rank: int, trace: RankTrace, device: Device, imported_bytes: int) -> 
     rounding = max(0, peaks.allocated - found.allocated_peak)
     at_peak = {**found.at_peak, OTHER: found.at_peak.get(OTHER, 0) + rounding}
     most = {**found.most, OTHER: max(found.most.get(OTHER, 0), at_peak[OTHER])}
-    allocated = {"allocated_peak": found.allocated_peak + rounding, "allocated_peak_low": found.allocated_peak_low + rounding}
-    return replace(found, **allocated, reserved_peak=peaks.reserved, driver_peak=driver, at_peak=at_peak, most=most)
+    return replace(
+        found,
+        allocated_peak=found.allocated_peak + rounding,
+        allocated_peak_low=found.allocated_peak_low + rounding,
+        reserved_peak=peaks.reserved,
+        driver_peak=driver,
+        at_peak=at_peak,
+        most=most,
+    )
 
 
 def slowest_step(trace: RankTrace, device: Speeds, ranks_per_host: int) -> float:
