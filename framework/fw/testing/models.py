@@ -1,0 +1,34 @@
+"""A small model and a batch, for suites that call a plugin themselves."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fw.checkpointing.placement import initialise
+from fw.kinds import make
+from fw.kinds.attention import AttentionPlugin
+from fw.kinds.model import CausalLM, ModelPlugin
+
+VOCABULARY, LENGTH = 64, 16
+
+
+def small_llama(attention: AttentionPlugin | None = None) -> CausalLM:
+    """Two blocks on the meta device, two query heads to each key head."""
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 24}
+    plugin = make(ModelPlugin, "llama", **sizes)
+    with torch.device("meta"):
+        return plugin.build(VOCABULARY, LENGTH, attention or make(AttentionPlugin, "eager"))
+
+
+def with_values(model: CausalLM) -> CausalLM:
+    """The same on the host, with initial values."""
+    model.materialise(torch.device("cpu"))
+    for name, parameter in model.named_parameters():
+        initialise(parameter.data, name, model.init(name), 0)
+    return model
+
+
+def ids(rows: int = 3, seed: int = 0) -> Tensor:
+    """``[rows, LENGTH]``."""
+    return torch.randint(VOCABULARY, (rows, LENGTH), generator=torch.Generator().manual_seed(seed))
