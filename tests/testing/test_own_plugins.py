@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fw import testing
+from fw import registry, testing
 from fw.kinds import KINDS, plugin_class
 from fw_plugins.activation.blocks import Full
 from fw_plugins.attention.chunked import ChunkedAttention
@@ -40,7 +40,9 @@ from fw_plugins.sharding.fsdp import FSDP
 class TestAdamW(testing.OptimizerSuite):
     plugin = AdamW
     bad_options = ({"betas": [0.9]}, {"lr": -1.0})
-    reference = staticmethod(lambda weights: torch.optim.AdamW(weights, lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1))
+
+    def reference(self, weights):
+        return torch.optim.AdamW(weights, lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1)
 
 
 class TestAdamW8bit(testing.OptimizerSuite):
@@ -166,10 +168,14 @@ OWN = [
 
 @pytest.mark.parametrize("kind, name", OWN)
 def test_all_fill_their_contract_by_what_is_public(kind: str, name: str) -> None:
+    (entry,) = registry.entries(kind, name)
+    if not (listed := registry.inspect(entry, KINDS[kind].apis)).available:
+        pytest.skip(listed.problem)
     cls = plugin_class(KINDS[kind].load_contract(), name)
     suite = type("Suite", (testing.PluginSuite,), {"plugin": cls})()
     suite.test_every_option_has_a_type_and_a_sentence()
     suite.test_it_uses_of_fw_what_is_public()
+    suite.test_no_option_is_called_as_the_plugin_is()
     if not cls.__module__.startswith(("fw_plugins.logger", "fw_plugins.sharding.zero")):  # whose packages need not be here
         suite.test_it_pickles_nothing()
     assert suite.entry.name

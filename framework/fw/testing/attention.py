@@ -62,7 +62,7 @@ class AttentionSuite(TrainedSuite):
         out = made.attend(*given, made.plan(seen, torch.device("cpu")), scale=8**-0.5, softcap=softcap)
         assert out.shape == q.shape and out.dtype == q.dtype
         wide = [x.double().requires_grad_() for x in (q, k, v)]
-        expected = formula(*wide, seen.seen(torch.device("cpu")), 8**-0.5, softcap)
+        expected = formula(wide[0], wide[1], wide[2], seen.seen(torch.device("cpu")), 8**-0.5, softcap)
         rows = torch.ones(2, 1, LENGTH, 1, dtype=torch.bool) if segments is None else (segments > 0)[:, None, :, None]
         out, expected, cotangent = (x.where(rows, torch.zeros((), dtype=x.dtype)) for x in (out, expected, cotangent))
         torch.testing.assert_close(out.double(), expected, rtol=0, atol=self.tolerance)

@@ -28,5 +28,5 @@ def build(kind: str, chosen: Mapping[str, Any]) -> Plugin:
         file.write_text(yaml.safe_dump({kind: [dict(chosen)] if KINDS[kind].many else dict(chosen)}))
         config = configuration.load(file)
         (pick,) = choose(KINDS[kind], config)
-        options = fill(pick.cls.Config, config, pick.path, pick.options, OmegaConf.create(config.tree))
+        options: Any = fill(pick.cls.Config, config, pick.path, pick.options, OmegaConf.create(dict(config.tree)))
     return pick.cls(options)

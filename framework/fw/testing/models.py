@@ -25,7 +25,8 @@ def with_values(model: CausalLM) -> CausalLM:
     """The same on the host, with initial values."""
     model.materialise(torch.device("cpu"))
     for name, parameter in model.named_parameters():
-        initialise(parameter.data, name, model.init(name), 0)
+        added = {} if model.adapters is None else model.adapters.added
+        initialise(parameter.data, name, added[name] if name in added else model.init(name), 0)
     return model
 
 

@@ -127,6 +127,10 @@ class PluginSuite:
             name = f"{self.plugin.Config.__name__}.{field.name}"
             assert field.type and field.doc, f"{name} wants a type, and a docstring beneath it"
 
+    def test_no_option_is_called_as_the_plugin_is(self) -> None:
+        names = [field.name for field in options_of(self.plugin.Config)]
+        assert "name" not in names, "in a config, 'name' is the plugin's: an option of that name could not be given"
+
     def test_an_option_that_is_none_is_refused_by_name(self) -> None:
         with pytest.raises(UserError, match="no_such_option"):
             self.make(no_such_option=1)
@@ -155,10 +159,10 @@ class PluginSuite:
     def test_it_pickles_nothing(self) -> None:
         for path, module in _imports(self.sources()):
             assert module.partition(".")[0] not in _PICKLING, f"{path} imports {module}: state is tensors and JSON"
-        for path in self.sources():
-            for node in ast.walk(ast.parse(path.read_text())):
+        for file in self.sources():
+            for node in ast.walk(ast.parse(file.read_text())):
                 if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "torch":
-                    assert node.attr not in _TORCH_PICKLING, f"{path}:{node.lineno} has torch.{node.attr}, which pickles"
+                    assert node.attr not in _TORCH_PICKLING, f"{file}:{node.lineno} has torch.{node.attr}, which pickles"
 
     def sources(self) -> list[Path]:
         """Files of the plugin: its module, and where that is a package, all of it."""

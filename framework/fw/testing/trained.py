@@ -61,7 +61,7 @@ class TrainedSuite(PluginSuite):
         assert near(resumed.losses, whole.losses, self.resume_tolerance), (resumed.losses, whole.losses)
 
     def test_a_checkpoint_serves_another_number_of_ranks(self, runs: Runs, whole: Run) -> None:
-        if not self._has("fsdp"):
+        if "fsdp" not in self.probes or not self._has("fsdp"):
             pytest.skip("it does not run under fsdp")
         runs.train("one", merged(self._halves, {"train": {"max_steps": 3, "save_every": 3}})).ok()
         resumed = runs.train("one", merged(merged(self._halves, FSDP), {"resume": "auto"})).ok()

@@ -32,7 +32,7 @@ class KubernetesConfig:
     """`pytorchjob` (kubeflow.org/v1, Training Operator) or `trainjob` (trainer.kubeflow.org/v1alpha1, Kubeflow Trainer 2.2 or later)."""
     runtime: str = "torch-distributed"
     """The ClusterTrainingRuntime of a trainjob. No effect on memory but what it sets itself."""
-    name: str = ""
+    job_name: str = ""
     """Name of the job; empty for the config's, in lower case."""
     namespace: str = ""
     """Namespace; empty for kubectl's own."""
@@ -81,7 +81,7 @@ class KubernetesLauncher(LauncherPlugin):
     def submission(self, job: Job) -> str:
         """The manifest: a ConfigMap with the config, and the job."""
         self._check(job)
-        name = _name(self.config.name or job.name)
+        name = _name(self.config.job_name or job.name)
         config_map = {
             "apiVersion": "v1",
             "kind": "ConfigMap",
@@ -93,7 +93,7 @@ class KubernetesLauncher(LauncherPlugin):
 
     def submit(self, job: Job, text: str) -> str:
         """Apply the manifest, or write it where there is no kubectl."""
-        name = _name(self.config.name or job.name)
+        name = _name(self.config.job_name or job.name)
         if shutil.which("kubectl") is None:
             file = Path(f"{name}.kubernetes.yaml")
             file.write_text(text)
