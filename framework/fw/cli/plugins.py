@@ -1,10 +1,11 @@
-"""List plugins of all distributions without importing them, and describe one."""
+"""List plugins of all distributions without importing them, describe one, begin one, and run the tests of its kind."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
 import json
+from pathlib import Path
 from typing import Any
 
 from fw.errors import UserError, did_you_mean
@@ -12,11 +13,13 @@ from fw.errors import UserError, did_you_mean
 EXAMPLES = """examples:
   fw plugins list
   fw plugins list sharding --json
-  fw plugins show optimizer adamw"""
+  fw plugins show optimizer adamw
+  fw plugins new optimizer my-sgd --dir my-sgd
+  fw plugins check optimizer adamw"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The actions ``list`` and ``show``."""
+    """The actions."""
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     listing = actions.add_parser("list", help="what is installed, and whether it can be used")
     listing.add_argument("kind", nargs="?", metavar="KIND", help="only this kind")
@@ -32,10 +35,43 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     show.add_argument("name", metavar="NAME")
     show.add_argument("--json", action="store_true", help="print JSON")
 
+    new = actions.add_parser("new", help="write a package with a plugin that works, and its tests")
+    new.add_argument("kind", metavar="KIND")
+    new.add_argument("name", metavar="NAME", help="what configs will call it")
+    new.add_argument("--dir", metavar="D", type=Path, help="the package's root; fw-NAME where left out")
+    check = actions.add_parser("check", help="run the tests that every plugin of a kind must pass")
+    check.add_argument("kind", nargs="?", metavar="KIND", help="only this kind; all plugins beside fw's own where left out")
+    check.add_argument("name", nargs="?", metavar="NAME", help="only this plugin")
+
 
 def run(options: argparse.Namespace) -> int:
     """Dispatch."""
-    return _list(options) if options.action == "list" else _show(options)
+    return {"list": _list, "show": _show, "new": _new, "check": _check}[options.action](options)
+
+
+def _new(options: argparse.Namespace) -> int:
+    from fw import scaffold
+    from fw.kinds import KINDS
+
+    _known(options.kind, KINDS)
+    made = scaffold.write(options.kind, options.name, options.dir)
+    print("\n".join(str(made.directory / file) for file in made.files))
+    print(f"next: cd {made.directory} && pip install -e '.[test]' && pytest")
+    return 0
+
+
+def _check(options: argparse.Namespace) -> int:
+    from fw.kinds import KINDS
+
+    if options.kind is not None:
+        _known(options.kind, KINDS)
+    try:
+        from fw.testing.check import check
+    except ModuleNotFoundError as error:
+        if error.name != "pytest":
+            raise
+        raise UserError("fw plugins check needs pytest, which is not installed: pip install pytest") from None
+    return check(options.kind, options.name)
 
 
 def _list(options: argparse.Namespace) -> int:

@@ -1,6 +1,7 @@
 """Tests that a plugin must pass, by kind: derive from the kind's suite, name the plugin, run pytest (which it needs)."""
 
 from fw.testing.attention import AttentionSuite
+from fw.testing.building import from_file
 from fw.testing.kv_cache import KVCacheSuite
 from fw.testing.optimizer import OptimizerSuite
 from fw.testing.others import (
@@ -66,4 +67,5 @@ __all__ = [
     "ScheduleSuite",
     "ShardingSuite",
     "TrainedSuite",
+    "from_file",
 ]

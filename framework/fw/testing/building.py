@@ -10,11 +10,27 @@ from typing import Any
 import yaml
 from omegaconf import OmegaConf
 
-from fw import config as configuration
+from fw import config as configuration, registry
 from fw.config import fill
+from fw.errors import UserError, did_you_mean
 from fw.kinds import KINDS
 from fw.recipe.choosing import choose
 from fw.registry import Plugin
+from fw.registry.discovery import REGISTERED
+
+
+def from_file(file: str | Path, name: str) -> type[Plugin]:
+    """The class that a file registers under a name, as ``plugins: [./file.py]`` in a config does.
+
+    Raises:
+        UserError: there is no such file, or it fails or registers no such name.
+    """
+    registry.load_file(file)
+    where = str(Path(file).expanduser().resolve())
+    found = {entry.name: cls for entry, cls in REGISTERED.items() if entry.distribution == where}
+    if name not in found:
+        raise UserError(f"{file} registers no '{name}'{did_you_mean(name, found)} (there are: {', '.join(found)})")
+    return found[name]
 
 
 def build(kind: str, chosen: Mapping[str, Any]) -> Plugin:

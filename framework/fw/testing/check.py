@@ -1,0 +1,83 @@
+"""The tests of a plugin's kind, from the command line."""
+
+from __future__ import annotations
+
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from fw import registry
+from fw.errors import EXIT_FAILED, EXIT_OK, UserError, did_you_mean
+from fw.kinds import KINDS, plugin_class
+from fw.registry import Entry
+from fw.testing import SUITES
+
+_OWN = "fw"
+
+
+def check(kind: str | None, name: str | None) -> int:
+    """Run them for one plugin, those of a kind, or all that are not fw's own; a line for each test and a verdict for each plugin.
+
+    Returns:
+        0 where all pass, else 1.
+
+    Raises:
+        UserError: there is no such plugin.
+    """
+    entries = [entry for each in KINDS for entry in registry.entries(each) if kind in (None, each) and name in (None, entry.name)]
+    if name is not None and not entries:
+        names = [entry.name for entry in registry.entries(kind or "")]
+        raise UserError(f"there is no {kind} '{name}'{did_you_mean(name, names)} (there are: {', '.join(names)})")
+    if name is None:
+        entries = [entry for entry in entries if entry.distribution != _OWN]
+    if not entries:
+        raise UserError("no plugins but fw's own are installed; name one of these to check it: fw plugins check KIND NAME")
+    return max(_verdict(entry) for entry in entries)
+
+
+def _verdict(entry: Entry) -> int:
+    listed = registry.inspect(entry, KINDS[entry.kind].apis)
+    print(f"{entry.kind} '{entry.name}' of {entry.distribution} {entry.version}")
+    if not listed.available:
+        print(f"  {listed.problem}\n  not usable\n")
+        return EXIT_FAILED
+    plugin = plugin_class(KINDS[entry.kind].load_contract(), entry.name)
+    told = _Told()
+    with tempfile.TemporaryDirectory(prefix="fw-check-") as place:
+        file = Path(place) / "test_plugin.py"
+        suite = f"suite_of({entry.kind!r}, {entry.name!r})"
+        file.write_text(f"from fw.testing.check import suite_of\n\n\nclass TestPlugin({suite}):\n    pass\n")
+        options = ["-p", "no:cacheprovider", "-p", "no:terminal", f"--rootdir={place}"]
+        ended = pytest.main([str(file), *options], plugins=[told])
+    passes = told.counts["failed"] == 0 and ended in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
+    counts = ", ".join(f"{number} {what}" for what, number in told.counts.items() if number)
+    print(f"  {plugin.__qualname__} {'passes' if passes else 'does not pass'}: {counts}\n")
+    return EXIT_OK if passes else EXIT_FAILED
+
+
+def suite_of(kind: str, name: str) -> type:
+    """The kind's suite, of a plugin as it is installed."""
+    plugin = plugin_class(KINDS[kind].load_contract(), name)
+    return type("Suite", (SUITES[kind],), {"plugin": plugin})
+
+
+class _Told:
+    """Tests as they end, in words."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """A line of each."""
+        if report.when != "call" and report.passed:
+            return
+        outcome = "passed" if report.passed else "skipped" if report.skipped else "failed"
+        self.counts[outcome] += 1
+        words = report.nodeid.rpartition("::")[2].removeprefix("test_").replace("_", " ")
+        print(f"  {'ok' if report.passed else '--' if report.skipped else 'NO':<3} {words}", flush=True)
+        if report.failed:
+            reason = getattr(report.longrepr, "reprcrash", None)
+            text = str(reason.message if reason is not None else report.longrepr)
+            print("\n".join(f"        {line}" for line in text.splitlines()[:12]), flush=True)
