@@ -58,7 +58,7 @@ def test_what_needs_no_run_passes_for_every_kind(packages: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("kind", ["schedule", "kv_cache"])
+@pytest.mark.parametrize("kind", ["kv_cache", "model", "schedule"])
 def test_all_of_it_passes(packages: Path, kind: str) -> None:
     pytest_in(packages, str(packages / kind / f"test_fw_try_{kind}.py"))
 
@@ -79,7 +79,7 @@ def test_a_run_of_a_model_an_optimizer_and_a_cache_from_elsewhere(workspace: Pat
     fw("train", "tiny.yaml", *own, "train.max_steps=3", "train.save_every=3", "train.run_dir=halves", "sharding=fsdp", "launch.devices=2")
     fw("train", "tiny.yaml", *own, "train.max_steps=6", "train.save_every=3", "train.run_dir=halves", "resume=auto")
     assert column("halves", "loss") == pytest.approx(column("whole", "loss"), rel=1e-4)
-    said = fw("generate", "halves/checkpoints/latest", "kv_cache=try-kv_cache", "--prompt", "a model", "--max-tokens", "5")
+    said = fw("generate", "halves/checkpoints/latest", "a model", "kv_cache=try-kv_cache", "--max-tokens", "5")
     assert said.strip()
 
 

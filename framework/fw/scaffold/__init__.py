@@ -61,7 +61,8 @@ from $MODULE import $Class
 
 class Test$Class(testing.$SUITE):
     plugin = $Class
-'''
+$MORE'''
+_MORE = {"model": "    hf = False  # transformers knows no such model\n"}
 
 
 @dataclass(frozen=True)
@@ -104,6 +105,7 @@ def write(kind: str, name: str, directory: Path | None = None) -> Scaffold:
         "DISTRIBUTION": f"fw-{plain.replace('_', '-')}",
         "Class": title,
         "SUITE": _suite(kind),
+        "MORE": _MORE.get(kind, ""),
     }
     module = Template((_TEMPLATES / f"{kind}.txt").read_text()).substitute(words)
     words["SUMMARY"] = module.split('"""')[1].strip().partition("\n")[0]
