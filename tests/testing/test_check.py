@@ -1,0 +1,16 @@
+"""`fw plugins check`: a line for each test, a verdict, and an exit code."""
+
+from __future__ import annotations
+
+
+def test_a_plugin_that_passes(fw) -> None:
+    ended = fw("plugins", "check", "schedule", "constant").ok()
+    assert "ok  it pickles nothing" in ended.out and "Constant passes: " in ended.out and "NO " not in ended.out
+
+
+def test_one_that_cannot_be_used_and_one_that_is_none(fw) -> None:
+    ended = fw("plugins", "check", "attention", "flash_attn")
+    assert ended.code == 1 and "pip install" in ended.out and "not usable" in ended.out
+    ended = fw("plugins", "check", "schedule", "constnat")
+    assert ended.code == 2 and "did you mean 'constant'?" in ended.err
+    assert fw("plugins", "check", "nonsense").code == 2
