@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 
 def test_a_plugin_that_passes(fw) -> None:
     ended = fw("plugins", "check", "schedule", "constant").ok()
@@ -9,8 +11,9 @@ def test_a_plugin_that_passes(fw) -> None:
 
 
 def test_one_that_cannot_be_used_and_one_that_is_none(fw) -> None:
-    ended = fw("plugins", "check", "attention", "flash_attn")
-    assert ended.code == 1 and "pip install" in ended.out and "not usable" in ended.out
+    if importlib.util.find_spec("flash_attn") is None:
+        ended = fw("plugins", "check", "attention", "flash_attn")
+        assert ended.code == 1 and "pip install" in ended.out and "not usable" in ended.out
     ended = fw("plugins", "check", "schedule", "constnat")
     assert ended.code == 2 and "did you mean 'constant'?" in ended.err
     assert fw("plugins", "check", "nonsense").code == 2
