@@ -2,9 +2,9 @@
 
     tools/bench gpu [--out DIRECTORY] [--only NAME ...]
 
-Training: tokens per second and MFU of the last steps, the most bytes allocated, and both as planned. Generation: tokens per second of
-prefill and decode beside transformers, and the share of memory bandwidth at which a decode step reads the weights. Everything in a process
-of its own, one after another. DIRECTORY/gpu.json has all figures.
+Training: tokens per second and MFU of the last steps, the most bytes allocated, and the plan. Generation: tokens per second of prefill and
+decode beside transformers, and the bytes of weights that a step reads. Everything in a process of its own, one after another, a line of
+JSON each. DIRECTORY/gpu.json has all figures.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def generate(name: str, model: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure, write the figures after each, and print a table."""
+    """Measure, and write and print the figures after each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("runs/gpu"))
     parser.add_argument("--only", nargs="+", choices=[*TRAININGS, *GENERATIONS], default=[*TRAININGS, *GENERATIONS])

@@ -14,7 +14,6 @@ from fw.kinds import KINDS
 _TEMPLATES = Path(__file__).parent / "templates"
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9]*([_-][A-Za-z0-9]+)*")
 _TRIED = {
-    "data": "fw train config.yaml data=$NAME model=llama3-8b",
     "kv_cache": "fw generate path/to/model kv_cache=$NAME",
     "logger": "fw train config.yaml 'logger=[csv, $NAME]'",
     "launcher": "fw train config.yaml launcher=$NAME launch.devices=2",

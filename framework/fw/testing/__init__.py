@@ -3,23 +3,12 @@
 from fw.testing.attention import AttentionSuite
 from fw.testing.building import from_file
 from fw.testing.kv_cache import KVCacheSuite
+from fw.testing.launcher import LauncherSuite
+from fw.testing.model_to_metrics import CheckpointSuite, DataSuite, LoggerSuite, ModelSuite, ObjectiveSuite
 from fw.testing.optimizer import OptimizerSuite
-from fw.testing.others import (
-    ActivationSuite,
-    CheckpointSuite,
-    DataSuite,
-    LauncherSuite,
-    LoggerSuite,
-    ModelSuite,
-    ObjectiveSuite,
-    OffloadSuite,
-    PeftSuite,
-    PrecisionSuite,
-    QuantizationSuite,
-    ShardingSuite,
-)
 from fw.testing.probe import Probe
 from fw.testing.running import Run, Runs
+from fw.testing.saving_memory import ActivationSuite, OffloadSuite, PeftSuite, PrecisionSuite, QuantizationSuite, ShardingSuite
 from fw.testing.schedule import ScheduleSuite
 from fw.testing.suite import PluginSuite
 from fw.testing.trained import TrainedSuite

@@ -51,6 +51,8 @@ def _verdict(entry: Entry) -> int:
         file.write_text(f"from fw.testing.check import suite_of\n\n\nclass TestPlugin({suite}):\n    pass\n")
         options = ["-p", "no:cacheprovider", "-p", "no:terminal", f"--rootdir={place}"]
         ended = pytest.main([str(file), *options], plugins=[told])
+    if ended == pytest.ExitCode.INTERRUPTED:
+        raise KeyboardInterrupt
     passes = told.counts["failed"] == 0 and ended in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
     counts = ", ".join(f"{number} {what}" for what, number in told.counts.items() if number)
     print(f"  {plugin.__qualname__} {'passes' if passes else 'does not pass'}: {counts}\n")

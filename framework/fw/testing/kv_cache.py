@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import fw
-from fw.api import KVCache, KVNeeds, KVShape, Stretch, UserError
+from fw.api import KVCache, KVCachePlugin, KVNeeds, KVShape, Stretch, UserError
 from fw.testing.attention import formula
 from fw.testing.running import Runs
 from fw.testing.suite import PluginSuite
@@ -138,7 +138,8 @@ class KVCacheSuite(PluginSuite):
         llm = fw.LLM(directory, dtype="fp32", device="cpu", kv_cache=self.choice, max_context=LONGEST, max_sequences=2)
         found = [result.token_ids for result in llm.generate(prompts, max_tokens=8, temperature=0, ignore_eos=True)]
         assert [len(each) for each in found] == [8] * 3
-        if self.plugin.lossless:  # type: ignore[attr-defined]
+        assert issubclass(self.plugin, KVCachePlugin)
+        if self.plugin.lossless:
             model = fw.load_model(directory, dtype=torch.float32)
             assert found == [_greedy(model, prompt, 8) for prompt in prompts]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import importlib.metadata
 import inspect
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -35,7 +34,7 @@ class PluginSuite:
         class TestMine(fw.testing.OptimizerSuite):
             plugin = Mine
 
-    The plugin is found by its entry point, or by ``@fw.register`` in a file that the test imports.
+    The plugin is found by its entry point, or is what :func:`fw.testing.from_file` gives.
 
     Attributes:
         plugin: the class.
@@ -76,7 +75,7 @@ class PluginSuite:
                 continue
         pytest.fail(
             f'{target} is not registered: name it in pyproject.toml under [project.entry-points."fw.{self.plugin.kind}"] and install the'
-            " package, or decorate it with @fw.register"
+            " package, or take it by fw.testing.from_file"
         )
 
     @pytest.fixture(autouse=True)
@@ -168,13 +167,6 @@ class PluginSuite:
         """Files of the plugin: its module, and where that is a package, all of it."""
         file = Path(inspect.getsourcefile(self.plugin) or "")
         return sorted(file.parent.rglob("*.py")) if file.name == "__init__.py" else [file]
-
-    def version(self) -> str:
-        """Of the distribution that has it; empty for a file's."""
-        try:
-            return importlib.metadata.version(self.entry.distribution)
-        except importlib.metadata.PackageNotFoundError:
-            return ""
 
 
 def _imports(files: Sequence[Path]) -> Iterator[tuple[str, str]]:

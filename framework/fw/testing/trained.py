@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -10,13 +9,13 @@ from typing import Any, ClassVar
 import pytest
 
 import fw
+from fw.errors import EXIT_USER
 from fw.meter.document import MemoryDocument
 from fw.planning.plan import plan
 from fw.testing.probe import Probe
 from fw.testing.running import Run, Runs, merged, near
 from fw.testing.suite import PluginSuite
 
-EXIT_USER = 2
 DDP: dict[str, Any] = {"sharding": "ddp", "launch": {"devices": 2}}
 FSDP: dict[str, Any] = {"sharding": "fsdp", "launch": {"devices": 2}}
 _NEAR = 0.02
@@ -99,8 +98,3 @@ class TrainedSuite(PluginSuite):
 
     def _has(self, capability: str) -> bool:
         return self.capabilities is None or capability in self.capabilities
-
-
-def memory_of(run: Run) -> MemoryDocument:
-    """What a run has measured."""
-    return MemoryDocument.from_json(json.loads((run.directory / "memory.json").read_text()))
