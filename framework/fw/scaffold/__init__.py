@@ -95,7 +95,7 @@ def write(kind: str, name: str, directory: Path | None = None) -> Scaffold:
     plain = name.replace("-", "_").lower()
     made = directory or Path(f"fw-{plain.replace('_', '-')}")
     if made.exists() and (not made.is_dir() or any(made.iterdir())):
-        raise UserError(f"{made} is there already, and not empty; name another with --dir")
+        raise UserError(f"{made} is there already, and no empty directory; name another with --dir")
     title = "".join(part[:1].upper() + part[1:] for part in re.split("[_-]", name))
     words = {
         "KIND": kind,

@@ -50,8 +50,12 @@ def _verdict(entry: Entry) -> int:
         suite = f"suite_of({entry.kind!r}, {entry.name!r})"
         file.write_text(f"from fw.testing.check import suite_of\n\n\nclass TestPlugin({suite}):\n    pass\n")
         options = ["-p", "no:cacheprovider", "-p", "no:terminal", f"--rootdir={place}"]
-        ended = pytest.main([str(file), *options], plugins=[told])
-    if ended == pytest.ExitCode.INTERRUPTED:
+        try:
+            ended = pytest.main([str(file), *options], plugins=[told])
+        except Exception:  # pytest ends an interrupted session by its terminal, which is not there
+            if not told.interrupted:
+                raise
+    if told.interrupted:
         raise KeyboardInterrupt
     passes = told.counts["failed"] == 0 and ended in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
     counts = ", ".join(f"{number} {what}" for what, number in told.counts.items() if number)
@@ -70,6 +74,11 @@ class _Told:
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
+        self.interrupted = False
+
+    def pytest_keyboard_interrupt(self) -> None:
+        """The user has had enough."""
+        self.interrupted = True
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """A line of each."""
