@@ -34,6 +34,43 @@ def test_tokens_are_those_of_the_host(directory, cache, options):
         assert result.logprobs == pytest.approx(right.logprobs, abs=1e-3)
 
 
+@pytest.mark.parametrize("architecture", ["llama", "gemma2", "gemma3", "qwen3", "mistral", "gpt2", "mixtral"])
+def test_steps_are_graphs(tmp_path, architecture):
+    """But those that wait for the GPU; and whether or not, tokens are the host's."""
+    save(architecture, tmp_path)
+    tokens.save(tmp_path, VOCABULARY)
+    expected = fw.LLM(tmp_path, dtype="fp32", device="cpu").generate(PROMPTS, **GREEDY)
+    llm = fw.LLM(tmp_path, dtype="fp32", device="cuda", kv_budget="64MiB")
+    for result, right in zip(llm.generate(PROMPTS, **GREEDY), expected, strict=True):
+        assert result.token_ids == right.token_ids
+    steady = llm.engine.runner.steady
+    assert (steady.repeated >= 10 and steady.refused is None) or (architecture == "mixtral" and "graph" in steady.refused)
+
+
+@pytest.mark.parametrize("cache", [{"name": "sliding_window", "window": 16, "sinks": 4}, {"name": "quantized", "to": "int8"}])
+def test_other_caches_in_graphs(directory, cache):
+    settings = {**GREEDY, "max_tokens": 60}
+    on_host, on_gpu = (fw.LLM(directory, dtype="fp32", device=device, kv_cache=cache, kv_budget="64MiB") for device in ("cpu", "cuda"))
+    for result, right in zip(on_gpu.generate(PROMPTS, **settings), on_host.generate(PROMPTS, **settings), strict=True):
+        assert result.logprobs[:5] == pytest.approx(right.logprobs[:5], abs=0.02)
+        if cache["name"] == "sliding_window":
+            assert result.token_ids == right.token_ids
+    assert on_gpu.engine.runner.steady.repeated >= 40
+
+
+def test_as_many_at_once_as_come(directory):
+    """Recordings of 8 and 16 serve 1 to 13 sequences, of which some end before others."""
+    llm, python = (fw.LLM(directory, dtype="fp32", device="cuda", kv_budget="64MiB", replay=replay) for replay in (True, False))
+    found, expected = [], []
+    for one, into in ((llm, found), (python, expected)):
+        for n in range(13):
+            one.engine.add(str(n), ONES[n % 5][: 3 * n + 1], one.sampling(temperature=0, max_tokens=5 + 4 * n, ignore_eos=True))
+        while len(one.engine):
+            into += [(result.key, result.completions[0].token_ids) for result in one.engine.step()[1]]
+    assert found == expected and python.engine.runner.steady is None
+    assert llm.engine.runner.steady.repeated > 30 and len(llm.engine.runner.steady._known) <= 5
+
+
 @pytest.mark.parametrize("to", ["int8", "int4", "fp8"])
 def test_fewer_bits(directory, to):
     if to == "fp8" and torch.cuda.get_device_capability() < (8, 9):

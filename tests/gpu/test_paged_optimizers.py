@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
@@ -58,6 +60,9 @@ def test_the_bits_of_the_same_without_pages_and_none_of_the_allocators_bytes(pai
 
 
 @pytest.mark.alone
+@pytest.mark.skipif(
+    "FW_GPU_OVERSUBSCRIBE" not in os.environ, reason="can hang a GPU that others use: set FW_GPU_OVERSUBSCRIBE=1 on one of your own"
+)
 def test_more_state_than_the_device_has_room_for():
     """Of 3 GiB that are left free weights take 1.5, and their two moments 3."""
     free, _ = torch.cuda.mem_get_info()
@@ -74,4 +79,5 @@ def test_more_state_than_the_device_has_room_for():
             weight.grad = None
     assert all(torch.equal(optimizer.state[w]["exp_avg"][0, :4], optimizer.state[weights[0]]["exp_avg"][0, :4]) for w in weights)
     del ballast
+    torch.cuda.empty_cache()  # or what runs next would have nothing
     assert all(float((weight - weight[0, 0]).abs().max()) == 0 and float(weight[0, 0]) < 1 for weight in weights)

@@ -87,7 +87,7 @@ class Crowd:
         self.cache = CacheInBlocks(needs, BlockPool(blocks, SIZE), Plain(torch.float32))
         self.runner = Arithmetic(self.cache)
         context = min(CONTEXT, self.cache.capacity)
-        section = InferenceSection(**options)
+        section = InferenceSection(**options).filled(on_gpu=False)
         adapters = Adapters(torch.nn.Module(), torch.device("cpu"), lambda directory: {})  # type: ignore[arg-type]
         for name in ADAPTERS:
             adapters.load(name, "")

@@ -18,7 +18,7 @@ from transformers import (
 
 from fw.errors import UserError
 from fw.inference.options import Sampling
-from fw.inference.sampling import choose, probabilities
+from fw.inference.sampling import change, choose, probabilities
 from fw.inference.sequence import Answer, Request
 
 VOCABULARY = 200
@@ -54,7 +54,7 @@ def test_tokens_come_as_often_as_they_are_probable():
     """Chi-squared over 4,000 draws, each of a row of a batch; 99.99 % of fair draws pass."""
     row = logits(3)[:12]
     one = answer(temperature=0.8, top_k=8)
-    drawn = torch.tensor([choose(row.clone()[None], [one], frozenset())[0] for _ in range(4000)])
+    drawn = torch.tensor([choose(row[None], [one], [], frozenset()).tokens[0] for _ in range(4000)])
     p = probabilities(row, one.request.sampling)
     counts = torch.bincount(drawn, minlength=12)
     assert not counts[p == 0].any()
@@ -72,8 +72,8 @@ def test_a_row_does_not_depend_on_its_company():
             one.generator = torch.Generator().manual_seed(number)
         return found
 
-    together = choose(rows.clone(), asked(), frozenset([2]))
-    alone = [choose(rows[n : n + 1].clone(), [asked()[n]], frozenset([2]))[0] for n in range(5)]
+    together = choose(rows, asked(), [], frozenset([2])).tokens
+    alone = [choose(rows[n : n + 1], [asked()[n]], [], frozenset([2])).tokens[0] for n in range(5)]
     assert together == alone
 
 
@@ -81,14 +81,14 @@ def test_repetition_is_that_of_transformers():
     one = answer([9, 9, 50], temperature=0, repetition_penalty=1.7)
     expected = RepetitionPenaltyLogitsProcessor(1.7)(torch.tensor([one.tokens]), logits()[None])
     rows = logits()[None].clone()
-    choose(rows, [one], frozenset())
+    change(rows, [one], frozenset())
     torch.testing.assert_close(rows, expected)
 
 
 def test_presence_and_frequency_count_the_answer_alone():
     """https://platform.openai.com/docs/api-reference: logit - count · frequency - (count > 0) · presence."""
     rows = logits()[None].clone()
-    choose(rows, [answer([9, 9, 50], temperature=0, presence_penalty=0.5, frequency_penalty=0.25)], frozenset())
+    change(rows, [answer([9, 9, 50], temperature=0, presence_penalty=0.5, frequency_penalty=0.25)], frozenset())
     changed = (rows[0] - logits()).nonzero().flatten().tolist()
     assert changed == [9, 50]
     assert float(rows[0, 9] - logits()[9]) == pytest.approx(-1.0, abs=1e-6) and float(rows[0, 50] - logits()[50]) == pytest.approx(
@@ -99,10 +99,10 @@ def test_presence_and_frequency_count_the_answer_alone():
 def test_bias_and_the_least_number_of_tokens():
     row = logits()
     best, second = row.topk(2).indices.tolist()
-    assert choose(row.clone()[None], [answer(temperature=0, logit_bias={77: 100.0})], frozenset()) == [77]
-    assert choose(row.clone()[None], [answer(temperature=0, min_tokens=1)], frozenset([best])) == [second], "the model's end"
-    assert choose(row.clone()[None], [answer(temperature=0, min_tokens=1, stop_token_ids=[best])], frozenset()) == [second]
-    assert choose(row.clone()[None], [answer([1], temperature=0, min_tokens=1)], frozenset([best])) == [best], "enough"
+    assert choose(row[None], [answer(temperature=0, logit_bias={77: 100.0})], [], frozenset()).tokens == [77]
+    assert choose(row[None], [answer(temperature=0, min_tokens=1)], [], frozenset([best])).tokens == [second], "the model's end"
+    assert choose(row[None], [answer(temperature=0, min_tokens=1, stop_token_ids=[best])], [], frozenset()).tokens == [second]
+    assert choose(row[None], [answer([1], temperature=0, min_tokens=1)], [], frozenset([best])).tokens == [best], "enough"
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from fw.config.size import parse_size
 from fw.errors import UserError
+
+_STEP_TOKENS, _STEP_TOKENS_ON_GPU = 512, 4096
 
 
 @dataclass
@@ -34,9 +36,9 @@ class InferenceSection:
     said."""
     max_sequences: int = 64
     """Sequences that are computed at once; others wait. Keys and values grow in proportion."""
-    step_tokens: int = 512
+    step_tokens: int = 0
     """Tokens that one step computes, of prompts and answers together: with more, long prompts are faster, and others wait longer for their
-    next token. Activations grow in proportion."""
+    next token. Activations grow in proportion. 0 for 512 on a CPU, and on a GPU 4096, which few tokens leave idle."""
     speculate: int = 0
     """Tokens of an answer that are guessed ahead, by what followed the same tokens before or by a draft model, and checked in one step:
     what is generated stays the same. Worth it for answers that repeat what they were given, or with a draft, and few sequences at once. No
@@ -45,21 +47,23 @@ class InferenceSection:
     """A smaller model with the same tokens, that guesses: a directory, or org/name of the hub. Takes its weights, in the same dtype, and
     its part of kv_budget. Empty for no model."""
     replay: bool = True
-    """Record a step of a few tokens on the CPU, and repeat it without Python as long as there are as many of as many sequences. A recording
-    takes about what a step's activations do. Steps of adapters, and a model with forward hooks, are left to Python."""
+    """Record a step of a few tokens, on a GPU as a CUDA graph, and repeat it without Python as long as there are as many of as many
+    sequences. A recording takes about what a step's activations do. Steps of adapters and models with forward hooks are left to Python."""
     prompt_tokens: int | None = None
     """Of these, most that one prompt may take, so that a long one does not keep short ones waiting; empty for half."""
 
     def __post_init__(self) -> None:
-        for name in ("max_context", "max_sequences", "step_tokens", "prompt_tokens", "tensor"):
+        for name in ("max_context", "max_sequences", "prompt_tokens", "tensor"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UserError(f"inference.{name}: {value} is too small; the least is 1")
+        if self.step_tokens < 0:
+            raise UserError(f"inference.step_tokens: {self.step_tokens} is too small; the least is 1, and 0 leaves it to fw")
         if self.speculate < 0:
             raise UserError(f"inference.speculate: {self.speculate} is too small; the least is 0, for no guesses")
         if self.draft and not self.speculate:
             raise UserError("inference.draft: a draft guesses inference.speculate tokens, which is 0; set it, to 4 for one")
-        if self.max_sequences > self.step_tokens:
+        if 0 < self.step_tokens < self.max_sequences:
             raise UserError(
                 f"inference.max_sequences: {self.max_sequences} sequences want a token each, and inference.step_tokens is"
                 f" {self.step_tokens}; raise that, or lower this"
@@ -68,6 +72,11 @@ class InferenceSection:
             value = getattr(self, name)
             if value and parse_size(value) <= 0:
                 raise UserError(f"inference.{name}: {value} holds nothing")
+
+    def filled(self, on_gpu: bool) -> InferenceSection:
+        """With what was left to fw."""
+        tokens = self.step_tokens or max(self.max_sequences, _STEP_TOKENS_ON_GPU if on_gpu else _STEP_TOKENS)
+        return replace(self, step_tokens=tokens)
 
     @property
     def prompt_share(self) -> int:

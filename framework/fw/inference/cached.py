@@ -88,8 +88,9 @@ class Runner:
         self._model, self._cache, self._device, self._adapters = model, cache, device, adapters
         self._tied: tuple[Tensor, PlainLinear | None] | None = None
         self._ranks = ranks or Ranks()
-        recorded = device.type == "cpu" and replay and self._ranks.repeatable
-        self.steady = SteadySteps(self._logits, cache, model, lambda: adapters.hooks + self._ranks.hooks) if recorded else None
+        recorded = replay and (self._ranks.repeatable if device.type == "cpu" else device.type == "cuda" and self._ranks.ranks == 1)
+        idle = lambda: adapters.hooks + self._ranks.hooks  # noqa: E731
+        self.steady = SteadySteps(self._logits, cache, model, device, idle) if recorded else None
         for number, block in enumerate(model.blocks):
             found = [module for module in block.modules() if isinstance(getattr(module, "attention", None), ThroughCache)]
             if len(found) != 1:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import count
@@ -16,7 +16,7 @@ from fw.inference.adapters import Adapters
 from fw.inference.cached import Piece, Runner
 from fw.inference.options import Sampling
 from fw.inference.results import Completion, Delta, FinishReason, Pooling, Result
-from fw.inference.sampling import choose, gathered
+from fw.inference.sampling import choose
 from fw.inference.scheduler import Scheduler
 from fw.inference.sequence import Answer, Logprobs, Request
 from fw.inference.speculation import Guesser
@@ -239,13 +239,13 @@ class Engine:
         answers = [answer for answer, _ in ready]
         known = [answer.request.sampling for answer in answers]
         asked = [row for row, sampling in enumerate(known) if sampling.logprobs is not None or sampling.best_of is not None]
-        logits_BV, own_AV = gathered([row_V for _, row_V in ready], asked)
-        tokens = choose(logits_BV, answers, self.ends)
-        told = _of_tokens(own_AV, tokens)
+        chosen = choose([row_V for _, row_V in ready], answers, asked, self.ends)
+        tokens = chosen.tokens
+        own_AV = {} if chosen.own_AV is None else dict(zip(asked, chosen.own_AV, strict=True))
         first: dict[str, Answer] = {}
         for row, (answer, token) in enumerate(zip(answers, tokens, strict=True)):
             if row in own_AV:
-                _tell(answer.logprobs, own_AV[row], told[row], known[row].logprobs or 0)
+                _tell(answer.logprobs, own_AV[row], chosen.logprobs[row], known[row].logprobs or 0)
                 answer.total += answer.logprobs.chosen[-1]
             answer.tokens.append(token)
             if (of := first.setdefault(answer.request.key, answer)) is not answer and of.copies:
@@ -342,14 +342,6 @@ def _embedding(request: Request) -> list[float]:
         return []
     mean_D = request.hidden_D / (len(request.prompt) if request.pooling == "mean" else 1)
     return mean_D.tolist()
-
-
-def _of_tokens(own_AV: Mapping[int, Tensor], tokens: Sequence[int]) -> dict[int, float]:
-    """Of rows by their numbers what the chosen tokens have; one copy from the device, however many."""
-    if not own_AV:
-        return {}
-    chosen_A = torch.stack([logprobs_V[tokens[row]] for row, logprobs_V in own_AV.items()])
-    return dict(zip(own_AV, chosen_A.tolist(), strict=True))
 
 
 def _tell_prompt(request: Request, stretch: Stretch, rows_RV: Tensor) -> None:

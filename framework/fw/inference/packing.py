@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from fw.checkpointing.pages import coming
 from fw.errors import UserError
+from fw.kernels import gpu_linear
 from fw.kernels.grouped import GroupedCodes, GroupedLinear
 from fw.kernels.linear import Int8Linear, PackedLinear, PlainLinear, Together, W8A8Linear, available, takes
 from fw.kernels.room import Room
@@ -63,6 +64,16 @@ def pack(model: CausalLM, weights: str, dtype: torch.dtype) -> int:
             f"inference.weights: {weights} is of layers in bfloat16 on the CPU, and the model has none; set inference.dtype: bf16"
         )
     return replaced
+
+
+def join(model: CausalLM) -> None:
+    """Compute plain layers on a GPU together that are given the same."""
+    for module in list(model.modules()):
+        for names in _SAME_INPUT:
+            layers: list[Any] = [getattr(module, name, None) for name in names]
+            if gpu_linear.takes(layers):
+                for name, layer in zip(names, gpu_linear.joined(layers), strict=True):
+                    setattr(module, name, layer)
 
 
 def _codes(layer: nn.Module) -> GroupedCodes | None:

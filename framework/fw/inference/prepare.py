@@ -14,7 +14,7 @@ from fw.errors import UserError
 from fw.inference.adapters import Adapters
 from fw.inference.cached import Runner, ThroughCache
 from fw.inference.divided import Ranks
-from fw.inference.packing import pack
+from fw.inference.packing import join, pack
 from fw.kinds.kv_cache import KVCache, KVNeeds
 from fw.kinds.model import CausalLM
 from fw.kinds.offload import OffloadPolicy
@@ -109,6 +109,9 @@ def prepare(
     sharing = ranks.ranks if device.type == "cpu" else 1
     budget = _budget(options.kv_budget, sum(token_bytes) * kept * options.max_sequences, device, lambda of: free(of) / sharing)
     replaced = [pack(each, options.weights, dtype) for each in models]  # before there are caches: meanwhile a weight is there twice
+    if device.type == "cuda":
+        for each in models:
+            join(each)
     ranks.join(model)
     made: list[OverCache] = []
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -12,31 +13,56 @@ from fw.inference.options import Sampling
 from fw.inference.sequence import Answer
 
 
-def gathered(rows: Sequence[Tensor], asked: Sequence[int]) -> tuple[Tensor, dict[int, Tensor]]:
-    """Logits ``[B, V]`` of rows ``[V]``; of those that are asked for, log-probabilities under the model itself, by their numbers."""
+def gathered(rows: Sequence[Tensor], asked: Sequence[int]) -> tuple[Tensor, Tensor | None]:
+    """Logits ``[B, V]`` of rows ``[V]``; of those that are asked for, log-probabilities ``[A, V]`` under the model itself."""
     logits_BV = torch.stack(list(rows))
     if not asked:
-        return logits_BV, {}
-    own_AV = logits_BV if len(asked) == len(rows) else logits_BV[asked]
-    return logits_BV, dict(zip(asked, own_AV.log_softmax(-1), strict=True))
+        return logits_BV, None
+    return logits_BV, (logits_BV if len(asked) == len(rows) else logits_BV[asked]).log_softmax(-1)
 
 
-def choose(logits_BV: Tensor, answers: Sequence[Answer], ends: frozenset[int]) -> list[int]:
-    """A token for each row.
+@dataclass(frozen=True)
+class Chosen:
+    """What came of rows of logits.
+
+    Attributes:
+        tokens: one of each row.
+        logprobs: of these under the model itself, by the number of the row, where they were asked for.
+        own_AV: all log-probabilities of such rows, in order; None where there are none.
+    """
+
+    tokens: list[int]
+    logprobs: dict[int, float]
+    own_AV: Tensor | None
+
+
+def choose(rows: Sequence[Tensor], answers: Sequence[Answer], asked: Sequence[int], ends: frozenset[int]) -> Chosen:
+    """A token for each row. Where none is drawn, what is found out comes from the device at once.
 
     Args:
-        logits_BV: fp32, changed.
+        rows: logits ``[V]`` in fp32.
         answers: whose next token each row is of.
+        asked: rows whose log-probabilities are wanted.
         ends: ids that end a text, for the model.
     """
-    for logits_V, answer in zip(logits_BV, answers, strict=True):
-        _change(logits_V, answer, ends)
-    chosen: list[int] = logits_BV.argmax(-1).tolist()
-    for row, answer in enumerate(answers):
-        sampling = answer.request.sampling
-        if not sampling.greedy:
-            chosen[row] = _draw(probabilities(logits_BV[row], sampling), answer.generator)
-    return chosen
+    logits_BV, own_AV = gathered(rows, asked)
+    change(logits_BV, answers, ends)
+    best_B = logits_BV.argmax(-1)
+    drawn = {row: answer for row, answer in enumerate(answers) if not answer.request.sampling.greedy}
+    if own_AV is None or drawn:
+        tokens: list[int] = best_B.tolist()
+        for row, answer in drawn.items():
+            tokens[row] = _draw(probabilities(logits_BV[row], answer.request.sampling), answer.generator)
+        if own_AV is None:
+            return Chosen(tokens, {}, None)
+        of_A = torch.tensor([tokens[row] for row in asked], device=own_AV.device)
+        told = own_AV.gather(1, of_A[:, None])[:, 0].tolist()
+    else:
+        of_A = best_B if len(asked) == len(rows) else best_B[asked]
+        # Numbers of tokens are exact in fp64, and log-probabilities stay what they are.
+        found = torch.cat([best_B.double(), own_AV.gather(1, of_A[:, None])[:, 0].double()]).tolist()
+        tokens, told = [int(token) for token in found[: len(rows)]], found[len(rows) :]
+    return Chosen(tokens, dict(zip(asked, told, strict=True)), own_AV)
 
 
 def probabilities(logits_V: Tensor, sampling: Sampling) -> Tensor:
@@ -63,8 +89,16 @@ def _draw(p_V: Tensor, generator: torch.Generator | None) -> int:
     return min(index, int(p_V.nonzero()[-1]))
 
 
+def change(logits_BV: Tensor, answers: Sequence[Answer], ends: frozenset[int]) -> None:
+    """In place, what requests want of logits, whatever way they choose."""
+    for row, answer in enumerate(answers):
+        sampling = answer.request.sampling
+        penalties = sampling.repetition_penalty != 1 or sampling.presence_penalty or sampling.frequency_penalty
+        if penalties or sampling.logit_bias or answer.form is not None or answer.generated < sampling.min_tokens:
+            _change(logits_BV[row], answer, ends)
+
+
 def _change(logits_V: Tensor, answer: Answer, ends: frozenset[int]) -> None:
-    """What a request wants of logits, whatever way it chooses."""
     sampling = answer.request.sampling
     if sampling.repetition_penalty != 1:
         seen = torch.tensor(sorted(set(answer.tokens)), device=logits_V.device)

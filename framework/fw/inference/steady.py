@@ -5,21 +5,26 @@ from __future__ import annotations
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from fw.kernels.tape import NotRepeatable, Recorder, Tape
+from fw.kernels.graph import Graph
+from fw.kernels.tape import NotRepeatable, Recorder
 from fw.kinds.kv_cache import KVCache, Places, Stretch
 from fw.kinds.model import CausalLM
 
 _MOST = 32
 """Recordings, each of steps of another form; one takes about what activations of such a step do."""
-_TOKENS = 64
+_TOKENS, _TOKENS_ON_GPU = 64, 512
 """Most of a step that is recorded: with more, products take the time, and not Python."""
+_SIZES_ON_GPU = (1, 2, 4)
+"""Sequences of steps that are recorded on a GPU; then multiples of 8."""
 _Form = tuple[tuple[int, int], ...]
 """Of each sequence the number of tokens, and how many of them, the last ones, are wanted."""
 
@@ -38,30 +43,68 @@ class Piece(Protocol):
     def wanted(self) -> range: ...
 
 
+def _filled_up(sequences: int) -> int:
+    return next((size for size in _SIZES_ON_GPU if size >= sequences), -(-sequences // 8) * 8)
+
+
+def _alike(found_RV: Tensor, again_RV: Tensor) -> bool:
+    """To the last bit on the CPU; on a GPU products may be divided otherwise in a graph."""
+    if not found_RV.is_cuda:
+        return torch.equal(found_RV.view(torch.int32), again_RV.view(torch.int32))
+    return bool((found_RV - again_RV).abs().max() <= 0.02 * found_RV.abs().max())
+
+
+class _Inputs:
+    """Ids and positions of a step's tokens, and the rows whose logits are wanted."""
+
+    def __init__(self, rows: Sequence[int], tokens: int, device: torch.device) -> None:
+        self._host = torch.zeros((2, tokens), dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._there = self._host.to(device)  # on the CPU the same
+        self.ids_1T, self.positions_1T = self._there[:1], self._there[1:]
+        self.wanted_R = torch.tensor(rows, device=device)
+
+    def fill(self, pieces: Sequence[Piece]) -> None:
+        tokens = [token for piece in pieces for token in piece.tokens]
+        ids, positions = self._host.numpy()
+        ids[: len(tokens)] = tokens
+        positions[: len(tokens)] = [at for piece in pieces for at in range(piece.stretch.start, piece.stretch.end)]
+        if self._there is not self._host:
+            self._there.copy_(self._host, non_blocking=True)
+
+    @property
+    def all(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.ids_1T, self.positions_1T, self.wanted_R
+
+
+class _Recording(Protocol):
+    def play(self) -> None: ...
+
+
 @dataclass
 class _Step:
-    ids_1T: Tensor
-    positions_1T: Tensor
-    wanted_R: Tensor
+    inputs: _Inputs
     places: Places
-    tape: Tape
+    recording: _Recording
     logits_RV: Tensor
     proven: bool = False
 
 
 class SteadySteps:
-    """Steps of a few tokens, on the CPU: of one of each sequence, and of those that are guessed.
+    """Steps of a few tokens: of one of each sequence, and of those that are guessed.
 
     A form is recorded when it comes twice in a row. What is made again for the first time is compared with what Python computes; a model
-    that differs is left to Python.
+    that differs is left to Python. On a GPU steps of one token each are made of as many sequences as there are recordings for, where
+    some may be nobody's.
 
     Args:
         compute: runs the model, through ``cache``.
         idle_hooks: how many forward hooks the model has that do nothing in such steps.
     """
 
-    def __init__(self, compute: Compute, cache: KVCache, model: CausalLM, idle_hooks: Callable[[], int]) -> None:
-        self._compute, self._cache, self._model, self._idle_hooks = compute, cache, model, idle_hooks
+    def __init__(self, compute: Compute, cache: KVCache, model: CausalLM, device: torch.device, idle_hooks: Callable[[], int]) -> None:
+        self._compute, self._cache, self._model, self._device, self._idle_hooks = compute, cache, model, device, idle_hooks
+        self._on_gpu = device.type == "cuda"
+        self._pool = torch.cuda.graph_pool_handle() if self._on_gpu else None
         self._known: OrderedDict[_Form, _Step] = OrderedDict()
         self._before: _Form = ()
         self._hooks = [hooks for module in model.modules() for hooks in (module._forward_pre_hooks, module._forward_hooks)]
@@ -73,29 +116,37 @@ class SteadySteps:
     def run(self, pieces: Sequence[Piece]) -> Tensor | None:
         """Logits ``[wanted, V]``, which are there until the next step; None, and nothing is done, where it is left to Python."""
         form = tuple((piece.stretch.length, len(piece.wanted)) for piece in pieces)
-        before, self._before = self._before, form
-        if any(not wanted for _, wanted in form) or sum(length for length, _ in form) > _TOKENS:
+        wanted = sum(rows for _, rows in form)
+        if any(not rows for _, rows in form) or sum(length for length, _ in form) > (_TOKENS_ON_GPU if self._on_gpu else _TOKENS):
+            self._before = ()
             return None
+        if self._on_gpu and all(each == (1, 1) for each in form):
+            form = ((1, 1),) * _filled_up(len(form))
+        before, self._before = self._before, form
         if self.refused is not None or sum(map(len, self._hooks)) > self._idle_hooks() or _get_current_dispatch_mode_stack():
             return None
         if (step := self._known.get(form)) is not None:
             self._known.move_to_end(form)
-            return self._again(step, pieces)
-        return self._recorded(form, pieces) if form == before else None
+            return self._again(step, pieces, wanted)
+        found_RV = self._recorded(form, pieces) if form == before else None
+        return None if found_RV is None else found_RV[:wanted]
 
-    def _again(self, step: _Step, pieces: Sequence[Piece]) -> Tensor:
-        self._fill(step.ids_1T, step.positions_1T, step.places, pieces)
-        step.tape.play()
+    def _again(self, step: _Step, pieces: Sequence[Piece], wanted: int) -> Tensor:
+        self._fill(step, pieces)
+        step.recording.play()
         if step.proven:
             self.repeated += 1
-            return step.logits_RV
-        found_RV = self._compute(step.ids_1T, step.positions_1T, step.wanted_R)
-        step.proven = torch.equal(found_RV.view(torch.int32), step.logits_RV.view(torch.int32))
+            return step.logits_RV[:wanted]
+        found_RV = self._compute(*step.inputs.all)[:wanted]
+        step.proven = _alike(found_RV, step.logits_RV[:wanted])
         if not step.proven:
-            self.refused = f"{type(self._model).__name__} computes otherwise each time"
+            self._refuse(f"{type(self._model).__name__} computes otherwise each time")
             self._known.clear()
-            warnings.warn(f"{self.refused}, in Python; its steps are not recorded, which is slower", stacklevel=2)
         return found_RV
+
+    def _refuse(self, why: str) -> None:
+        self.refused = why
+        warnings.warn(f"{why}, in Python; its steps are not recorded, which is slower", stacklevel=2)
 
     def _recorded(self, form: _Form, pieces: Sequence[Piece]) -> Tensor | None:
         if (places := self._cache.places([length for length, _ in form])) is None:
@@ -106,20 +157,24 @@ class SteadySteps:
         for length, wanted in form:
             count += length
             rows += range(count - wanted, count)
-        inputs = (torch.empty((1, count), dtype=torch.int64), torch.empty((1, count), dtype=torch.int64), torch.tensor(rows))
-        recorder = Recorder(inputs, [*places.tensors, *self._model.parameters(), *self._model.buffers()])
-        self._fill(*inputs[:2], places, pieces)
-        with recorder.recording():
-            logits_RV = self._compute(*inputs)
+        inputs = _Inputs(rows, count, self._device)
+        inputs.fill(pieces)
+        self._cache.begin([piece.stretch for piece in pieces], places)
+        recorder = Recorder(inputs.all, [*places.tensors, *self._model.parameters(), *self._model.buffers()])
+        with nullcontext() if self._on_gpu else recorder.recording():
+            logits_RV = self._compute(*inputs.all)
         try:
-            self._known[form] = _Step(*inputs, places, recorder.tape(logits_RV), logits_RV)
+            if self._on_gpu:
+                graph = Graph(partial(self._compute, *inputs.all), self._pool)
+                self._known[form] = _Step(inputs, places, graph, graph.result)
+            else:
+                self._known[form] = _Step(inputs, places, recorder.tape(logits_RV), logits_RV)
         except NotRepeatable as why:
             self.refused = str(why)
         if len(self._known) > _MOST:
             self._known.popitem(last=False)
         return logits_RV
 
-    def _fill(self, ids_1T: Tensor, positions_1T: Tensor, places: Places, pieces: Sequence[Piece]) -> None:
-        ids_1T.numpy()[0] = [token for piece in pieces for token in piece.tokens]
-        positions_1T.numpy()[0] = [at for piece in pieces for at in range(piece.stretch.start, piece.stretch.end)]
-        self._cache.begin([piece.stretch for piece in pieces], places)
+    def _fill(self, step: _Step, pieces: Sequence[Piece]) -> None:
+        step.inputs.fill(pieces)
+        self._cache.begin([piece.stretch for piece in pieces], step.places)

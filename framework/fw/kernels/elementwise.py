@@ -1,7 +1,7 @@
-"""Norms, rotation and gates in one pass each, for a model that generates on the CPU in bfloat16.
+"""Norms, rotation and gates in one pass each, for a model that generates: on the CPU in bfloat16, on GPUs in 16 bits.
 
 Each gives None where it does not apply: outside of ``torch.inference_mode()``, within ``torch.compile``,
-on other devices and dtypes, or without a compiler.
+on other devices and dtypes, or without a compiler (on GPUs, Triton).
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import ctypes
 import torch
 from torch import Tensor, nn
 
+from fw.kernels import gpu
 from fw.kernels.calls import Kernel
 
 _LANES = 16
@@ -28,12 +29,23 @@ def _generating() -> bool:
 
 def applies(*tensors: Tensor) -> bool:
     """Whether these are what the kernels take, where there are kernels."""
+    return _on_cpu(*tensors) or _on_gpu(*tensors)
+
+
+def _on_cpu(*tensors: Tensor) -> bool:
     return _generating() and all(type(x) in _PLAIN and x.dtype == torch.bfloat16 and x.is_cpu and x.is_contiguous() for x in tensors)
+
+
+def _on_gpu(*tensors: Tensor) -> bool:
+    return tensors[0].is_cuda and _generating() and all(type(x) in _PLAIN for x in tensors) and gpu.takes(*tensors)
 
 
 def rms_norm(x_D: Tensor, weight_D: Tensor, eps: float, *, shifted: bool = False) -> Tensor | None:
     """``x / sqrt(mean(x²) + eps) · weight`` over the last dimension, ``1 + weight`` where shifted; ``[…, D]``."""
-    if not applies(x_D, weight_D) or x_D.shape[-1] % _LANES or not _RMS_NORM.available:
+    if _on_gpu(x_D, weight_D):
+        found_D: Tensor = gpu.elementwise().rms_norm(x_D, weight_D, eps, shifted)
+        return found_D
+    if not _on_cpu(x_D, weight_D) or x_D.shape[-1] % _LANES or not _RMS_NORM.available:
         return None
     y_D = torch.empty_like(x_D)
     size = x_D.shape[-1]
@@ -46,7 +58,10 @@ def rotate(x_1NTH: Tensor, cos_11TH: Tensor, sin_11TH: Tensor) -> Tensor | None:
     if not _generating() or len(x_1NTH) != 1 or not (cos_11TH.is_contiguous() and sin_11TH.is_contiguous()):
         return None
     x_TNH = x_1NTH[0].transpose(0, 1)
-    if not applies(x_TNH) or cos_11TH.dtype != torch.float32 or not _ROTATE.available:
+    if cos_11TH.dtype == torch.float32 and _on_gpu(x_TNH):
+        turned_TNH: Tensor = gpu.elementwise().rotate(x_TNH, cos_11TH, sin_11TH)
+        return turned_TNH.transpose(0, 1)[None]
+    if not _on_cpu(x_TNH) or cos_11TH.dtype != torch.float32 or not _ROTATE.available:
         return None
     y_TNH = torch.empty_like(x_TNH)
     tokens, heads, size = x_TNH.shape
@@ -56,7 +71,10 @@ def rotate(x_1NTH: Tensor, cos_11TH: Tensor, sin_11TH: Tensor) -> Tensor | None:
 
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor | None:
     """``silu(gate) · up``."""
-    if not applies(gate, up) or gate.shape != up.shape or not _SILU_MUL.available:
+    if gate.shape == up.shape and _on_gpu(gate, up):
+        gated: Tensor = gpu.elementwise().silu_mul(gate, up)
+        return gated
+    if not _on_cpu(gate, up) or gate.shape != up.shape or not _SILU_MUL.available:
         return None
     y = torch.empty_like(gate)
     _SILU_MUL(gate.data_ptr(), up.data_ptr(), y.data_ptr(), gate.numel())
@@ -65,7 +83,7 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor | None:
 
 def add(x: Tensor, y: Tensor, out: Tensor) -> bool:
     """``x + y``, to the bit as torch computes it, into ``out``; False, and nothing is done, where it does not apply."""
-    if not applies(x, y, out) or not x.shape == y.shape == out.shape or not _ADD.available:
+    if not _on_cpu(x, y, out) or not x.shape == y.shape == out.shape or not _ADD.available:
         return False
     _ADD(x.data_ptr(), y.data_ptr(), out.data_ptr(), x.numel())
     return True

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from fw.config import PLUGINS, Config, InferenceSection, check_interpolations, fill
 from fw.errors import UserError
 from fw.kinds import KINDS
@@ -61,6 +63,7 @@ def resolve_inference(config: Config) -> InferenceRecipe:
     named = {name: [(pick.name, made[name])] for name, (pick,) in chosen.items()}
     rules.check(named, config)
     options = fill(InferenceSection, config, (INFERENCE,), options_in(config, INFERENCE), root)
+    options = options.filled(options.device.startswith("cuda") or (options.device == "auto" and torch.cuda.is_available()))
     offload = made[OFFLOAD].policy()
     _check_offload(config, offload, options)
     return InferenceRecipe(config, made[kind.name], offload, made.get(QUANTIZATION), options, rules.advice(named))

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from fw.api import KVCache, KVNeeds, KVShape, Places, Stretch
-from fw.api.kernels import attend_blocks, available, keep
+from fw.api.kernels import attend_blocks, available, gpu, keep
 from fw_plugins.kv_cache.attending import attend, attend_to_all
 from fw_plugins.kv_cache.blocks import BlockPool
-from fw_plugins.kv_cache.keeping import Keeping
+from fw_plugins.kv_cache.keeping import Keeping, Plain
+from fw_plugins.kv_cache.steps import ForKernel, ForOperators, GPUPlaces, KernelPlaces, OnGPU
 
 
 @dataclass(frozen=True)
@@ -42,9 +42,12 @@ class CacheInBlocks(KVCache):
         # On the host nothing is there before it is written to.
         self._keys = [self._empty(shape) for shape in needs.shapes]
         self._values = [self._empty(shape) for shape in needs.shapes]
-        known = all(keeping.rows(shape.head_dim) is not None for shape in needs.shapes)
-        self._kernel = known and available(needs.dtype, needs.device)
-        self._step: _ForKernel | _ForOperators | None = None
+        rows = [keeping.rows(shape.head_dim) for shape in needs.shapes]
+        self._kernel = None not in rows and available(needs.dtype, needs.device)
+        self._on_gpu = gpu.attention(needs.device)
+        if self._on_gpu is not None and not all(map(self._on_gpu.takes, rows)):
+            self._on_gpu = None
+        self._step: ForKernel | OnGPU | ForOperators | None = None
 
     def _empty(self, shape: KVShape) -> Tensor:
         sizes = (self.pool.count, shape.heads, self.pool.size, self._keeping.row_bytes(shape.head_dim))
@@ -104,37 +107,55 @@ class CacheInBlocks(KVCache):
         self.pool.written(sequence, tokens, count, salt)
 
     def places(self, lengths: Sequence[int]) -> Places | None:
-        """Of the kernel."""
+        """Of the kernels."""
+        if self._on_gpu is not None:
+            on_gpu = OnGPU(lengths, self.pool.blocks_for(self._needs.longest), self._needs.device)
+            return GPUPlaces([on_gpu.words, *self._keys, *self._values], on_gpu)
         if not self._kernel:
             return None
-        step = _ForKernel.empty(len(lengths), self.pool.blocks_for(self._needs.longest), sum(lengths))
-        return _KernelPlaces([*self._keys, *self._values, step.slots_T, step.tables_BM, step.starts_B, step.lengths_B], step)
+        step = ForKernel.empty(len(lengths), self.pool.blocks_for(self._needs.longest), sum(lengths))
+        return KernelPlaces([*self._keys, *self._values, step.slots_T, step.tables_BM, step.starts_B, step.lengths_B], step)
 
     def begin(self, stretches: Sequence[Stretch], places: Places | None = None) -> None:
         """Where everything is, once for all blocks of the model."""
-        if not self._kernel:
-            self._step = _ForOperators.of(stretches, self.pool, self._needs.device)
+        if isinstance(places, GPUPlaces):
+            self._step = places.step.filled(stretches, self.pool)
+        elif self._on_gpu is not None:
+            self._step = OnGPU.of(stretches, self.pool, self._needs.device)
+        elif not self._kernel:
+            self._step = ForOperators.of(stretches, self.pool, self._needs.device)
         elif places is None:
-            self._step = _ForKernel.of(stretches, self.pool)
+            self._step = ForKernel.of(stretches, self.pool)
         else:
-            assert isinstance(places, _KernelPlaces)
+            assert isinstance(places, KernelPlaces)
             self._step = places.step.filled(stretches, self.pool)
 
     def attend(self, block: int, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, *, scale: float, softcap: float | None = None) -> Tensor:
-        """All sequences at once by the kernel; else those with one token at once, and the others one after another."""
+        """All sequences at once by the kernels; else those with one token at once, and the others one after another."""
         keys, values, step = self._keys[block], self._values[block], self._step
         assert step is not None
         window, sinks = self._needs.shapes[block].window, 0
         if self._bounds is not None and (window is None or window > self._bounds.window):
             window, sinks = self._bounds.window, self._bounds.sinks
         dim = q_TNH.shape[-1]
-        if isinstance(step, _ForKernel):
+        if isinstance(step, ForKernel):
             rows = self._keeping.rows(dim)
             assert rows is not None
             keep(k_TKH, step.slots_T, keys, rows)
             keep(v_TKH, step.slots_T, values, rows)
             at = (step.tables_BM, step.starts_B, step.lengths_B)
             return attend_blocks(q_TNH, keys, values, rows, *at, window=window, sinks=sinks, scale=scale, softcap=softcap)
+        if isinstance(step, OnGPU):
+            rows = self._keeping.rows(dim)
+            assert rows is not None and self._on_gpu is not None
+            q_TNH, k_TKH, v_TKH = (_heads_together(x) for x in (q_TNH, k_TKH, v_TKH))
+            if isinstance(self._keeping, Plain):
+                self._on_gpu.keep(k_TKH, v_TKH, step.slots_T, keys.view(k_TKH.dtype), values.view(k_TKH.dtype))
+            else:
+                self._on_gpu.keep(self._keeping.encode(k_TKH), self._keeping.encode(v_TKH), step.slots_T, keys, values)
+            how_seen = {"window": window, "sinks": sinks, "scale": scale, "softcap": softcap}
+            found_TNH: Tensor = self._on_gpu.attend_blocks(q_TNH, keys, values, rows, step.sequences, **how_seen)
+            return found_TNH
         size = self.pool.size
         for kept, x_TKH in ((keys, k_TKH), (values, v_TKH)):
             kept[step.slots_T // size, :, step.slots_T % size] = self._keeping.encode(x_TKH)
@@ -155,115 +176,6 @@ class CacheInBlocks(KVCache):
         return out_TNH
 
 
-@dataclass(frozen=True)
-class _ForKernel:
-    """A step's sequences, each with so many tokens from a position on.
-
-    Attributes:
-        slots_T: where each token is kept.
-        tables_BM: int32; blocks of each sequence.
-    """
-
-    slots_T: Tensor
-    tables_BM: Tensor
-    starts_B: Tensor
-    lengths_B: Tensor
-
-    @staticmethod
-    def empty(sequences: int, blocks: int, tokens: int) -> _ForKernel:
-        """Of sequences with so many blocks at most, and so many tokens of the step's in all."""
-        whole = partial(torch.empty, dtype=torch.int32)
-        slots_T = torch.empty(tokens, dtype=torch.int64)
-        return _ForKernel(slots_T, whole((sequences, blocks)), whole(sequences), whole(sequences))
-
-    @staticmethod
-    def of(stretches: Sequence[Stretch], pool: BlockPool) -> _ForKernel:
-        blocks = max(pool.blocks_for(stretch.end) for stretch in stretches)
-        return _ForKernel.empty(len(stretches), blocks, sum(stretch.length for stretch in stretches)).filled(stretches, pool)
-
-    def filled(self, stretches: Sequence[Stretch], pool: BlockPool) -> _ForKernel:
-        """With where these are now; behind a sequence's own blocks stands anything."""
-        size = pool.size
-        slots: list[int] = []
-        tables_BM = self.tables_BM.numpy()
-        for row, stretch in enumerate(stretches):
-            table = pool.tables[stretch.sequence]
-            slots += [table[at // size] * size + at % size for at in range(stretch.start, stretch.end)]
-            count = pool.blocks_for(stretch.end)
-            tables_BM[row, :count] = table[:count]
-        self.slots_T.numpy()[:] = slots
-        self.starts_B.numpy()[:] = [stretch.start for stretch in stretches]
-        self.lengths_B.numpy()[:] = [stretch.length for stretch in stretches]
-        return self
-
-
-@dataclass(frozen=True)
-class _KernelPlaces(Places):
-    step: _ForKernel
-
-
-@dataclass(frozen=True)
-class _ForOperators:
-    """A step's sequences, those with one token together.
-
-    Attributes:
-        slots_T: where each token is kept.
-        longer: start, rows among the step's tokens, and slots of all positions, of each with several tokens.
-    """
-
-    slots_T: Tensor
-    single: _Single | None
-    longer: Sequence[tuple[int, slice, Tensor]]
-
-    @staticmethod
-    def of(stretches: Sequence[Stretch], pool: BlockPool, device: torch.device) -> _ForOperators:
-        slots: list[Tensor] = []
-        single: list[tuple[int, Tensor]] = []
-        longer: list[tuple[int, slice, Tensor]] = []
-        at = 0
-        for stretch in stretches:
-            blocks = torch.tensor(pool.tables[stretch.sequence][: pool.blocks_for(stretch.end)])
-            slots_L = (blocks[:, None] * pool.size + torch.arange(pool.size)).flatten()[: stretch.end]
-            slots.append(slots_L[stretch.start :])
-            if stretch.length == 1:
-                single.append((at, slots_L))
-            else:
-                longer.append((stretch.start, slice(at, at + stretch.length), slots_L.to(device)))
-            at += stretch.length
-        return _ForOperators(torch.cat(slots).to(device), _Single.of(single, device) if single else None, longer)
-
-
-@dataclass(frozen=True)
-class _Single:
-    """Sequences of which a step computes one token.
-
-    Attributes:
-        rows_B: where it is among the step's.
-        lengths_B: positions of each, that token's included.
-        slots_BL: of positions, the last one last; before the first of a shorter sequence stands some that is not looked at.
-    """
-
-    rows_B: Tensor
-    lengths_B: Tensor
-    slots_BL: Tensor
-
-    @staticmethod
-    def of(single: Sequence[tuple[int, Tensor]], device: torch.device) -> _Single:
-        lengths = [len(slots_L) for _, slots_L in single]
-        # Of slots that nobody has written none would do: not a number times 0 is none either. The last one is written.
-        slots_BL = torch.stack([torch.cat([slots_L[-1:].expand(max(lengths) - len(slots_L)), slots_L]) for _, slots_L in single])
-        rows_B = torch.tensor([at for at, _ in single], device=device)
-        return _Single(rows_B, torch.tensor(lengths, device=device), slots_BL.to(device))
-
-    def seen(self, window: int | None, sinks: int) -> tuple[Tensor, Tensor]:
-        """Slots of what any of them sees, and who sees which; both ``[B, L]``."""
-        length = self.slots_BL.shape[1]
-        behind_L = torch.arange(length - 1, -1, -1, device=self.slots_BL.device)
-        seen_BL = behind_L < self.lengths_B[:, None]
-        if window is None:
-            return self.slots_BL, seen_BL
-        if not sinks:
-            return self.slots_BL[:, -window:], seen_BL[:, -window:]
-        seen_BL &= (behind_L < window) | (self.lengths_B[:, None] - 1 - behind_L < sinks)
-        # A block that was left may be anybody's now, or nobody's.
-        return torch.where(seen_BL, self.slots_BL, self.slots_BL[:, -1:]), seen_BL
+def _heads_together(x_TNH: Tensor) -> Tensor:
+    """A token's heads lie behind one another, wherever tokens lie."""
+    return x_TNH if x_TNH.stride()[1:] == (x_TNH.shape[2], 1) else x_TNH.contiguous()

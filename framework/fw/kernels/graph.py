@@ -1,0 +1,37 @@
+"""A computation on a GPU that is made once from Python, and again as a CUDA graph: what a tape is on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fw.kernels.tape import NotRepeatable
+
+
+class Graph:
+    """A recording, whose result is in the same tensor each time.
+
+    Args:
+        compute: from inputs whose values may differ each time. It has been made before, so that whatever is made but once is there.
+        pool: of memory that other recordings, of which one plays at a time, have too.
+
+    Raises:
+        NotRepeatable: it waits for the GPU, or does something else that no graph can.
+    """
+
+    def __init__(self, compute: Callable[[], Tensor], pool: Any) -> None:
+        self._graph = torch.cuda.CUDAGraph()
+        try:
+            # Other threads may talk to the GPU meanwhile.
+            with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
+                self.result = compute()
+        except RuntimeError as error:
+            torch.cuda.synchronize()
+            raise NotRepeatable(f"no CUDA graph holds what it does: {str(error).splitlines()[0]}") from None
+
+    def play(self) -> None:
+        """Again, of what is in the inputs now."""
+        self._graph.replay()

@@ -1,0 +1,198 @@
+"""Where the sequences of a step are in a cache of blocks: for the kernels of the CPU, for those of GPUs, and for torch's operators."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fw.api import Places, Stretch
+from fw.api.kernels import gpu
+from fw_plugins.kv_cache.blocks import BlockPool
+
+
+@dataclass(frozen=True)
+class ForKernel:
+    """A step's sequences, each with so many tokens from a position on.
+
+    Attributes:
+        slots_T: where each token is kept.
+        tables_BM: int32; blocks of each sequence.
+    """
+
+    slots_T: Tensor
+    tables_BM: Tensor
+    starts_B: Tensor
+    lengths_B: Tensor
+
+    @staticmethod
+    def empty(sequences: int, blocks: int, tokens: int) -> ForKernel:
+        """Of sequences with so many blocks at most, and so many tokens of the step's in all."""
+        whole = partial(torch.empty, dtype=torch.int32)
+        slots_T = torch.empty(tokens, dtype=torch.int64)
+        return ForKernel(slots_T, whole((sequences, blocks)), whole(sequences), whole(sequences))
+
+    @staticmethod
+    def of(stretches: Sequence[Stretch], pool: BlockPool) -> ForKernel:
+        blocks = max(pool.blocks_for(stretch.end) for stretch in stretches)
+        return ForKernel.empty(len(stretches), blocks, sum(stretch.length for stretch in stretches)).filled(stretches, pool)
+
+    def filled(self, stretches: Sequence[Stretch], pool: BlockPool) -> ForKernel:
+        """With where these are now; behind a sequence's own blocks stands anything."""
+        size = pool.size
+        slots: list[int] = []
+        tables_BM = self.tables_BM.numpy()
+        for row, stretch in enumerate(stretches):
+            table = pool.tables[stretch.sequence]
+            slots += [table[at // size] * size + at % size for at in range(stretch.start, stretch.end)]
+            count = pool.blocks_for(stretch.end)
+            tables_BM[row, :count] = table[:count]
+        self.slots_T.numpy()[:] = slots
+        self.starts_B.numpy()[:] = [stretch.start for stretch in stretches]
+        self.lengths_B.numpy()[:] = [stretch.length for stretch in stretches]
+        return self
+
+
+@dataclass(frozen=True)
+class KernelPlaces(Places):
+    """Of a step on the CPU."""
+
+    step: ForKernel
+
+
+class OnGPU:
+    """A step's sequences, for the kernels of GPUs: those of few tokens, and the others.
+
+    What is told of them lies in one piece of page-locked memory, and goes to the GPU at once.
+
+    Args:
+        lengths: tokens of each sequence; fewer sequences may be there.
+        blocks: that each has at most.
+    """
+
+    def __init__(self, lengths: Sequence[int], blocks: int, device: torch.device) -> None:
+        count, tokens = len(lengths), sum(lengths)
+        sizes = [2 * tokens, count * blocks, count, count, count, count]
+        self._host = torch.zeros(sum(sizes), dtype=torch.int32, pin_memory=True)
+        self.words = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
+        slots, tables, self._starts, self._begins, self._few, self._others = (part.numpy() for part in self._host.split(sizes))
+        self._slots, self._tables = slots.view(np.int64), tables.reshape(count, blocks)
+        slots_T, tables_BM, starts_B, begins_B, few_B, others_B = self.words.split(sizes)
+        self.slots_T = slots_T.view(torch.int64)
+        kernels = gpu.attention(device)
+        few = [length for length in lengths if length <= kernels.FEW]
+        others = [length for length in lengths if length > kernels.FEW]
+        where = partial(kernels.Where, tables_BM.view(count, blocks), starts_B, begins_B)
+        self.sequences: list[Any] = [where(few_B, max(few))] if few else []
+        self.sequences += [where(others_B, max(others))] if others else []
+        self._is_few = np.array([length <= kernels.FEW for length in lengths])
+        self._begins[:] = np.cumsum([0, *lengths[:-1]])
+        self._written: list[tuple[list[int], int] | None] = [None] * count
+        """The table of each sequence, and up to which position it has been told."""
+
+    @staticmethod
+    def of(stretches: Sequence[Stretch], pool: BlockPool, device: torch.device) -> OnGPU:
+        """Of these, and no more."""
+        blocks = max(pool.blocks_for(stretch.end) for stretch in stretches)
+        return OnGPU([stretch.length for stretch in stretches], blocks, device).filled(stretches, pool)
+
+    def filled(self, stretches: Sequence[Stretch], pool: BlockPool) -> OnGPU:
+        """With where these are now; rows of sequences that are not there become 0."""
+        size, count = pool.size, len(stretches)
+        slots: list[int] = []
+        for row, stretch in enumerate(stretches):
+            table = pool.tables[stretch.sequence]
+            slots += [table[at // size] * size + at % size for at in range(stretch.start, stretch.end)]
+            told = self._written[row]
+            # Blocks of what was computed before stay where they are, unless the sequence begins anew, with another table.
+            since = stretch.start // size if told is not None and told[0] is table and told[1] == stretch.start else 0
+            upto = pool.blocks_for(stretch.end)
+            self._tables[row, since:upto] = table[since:upto]
+            self._written[row] = (table, stretch.end)
+        self._slots[: len(slots)] = slots
+        self._slots[len(slots) :] = -1
+        self._starts[:count] = [stretch.start for stretch in stretches]
+        lengths = np.array([*(stretch.length for stretch in stretches), *[-1] * (len(self._is_few) - count)])
+        self._few[:] = np.where(self._is_few, lengths, 0)
+        self._others[:] = np.where(self._is_few, 0, lengths)
+        self.words.copy_(self._host, non_blocking=True)
+        return self
+
+
+@dataclass(frozen=True)
+class GPUPlaces(Places):
+    """Of a step on a GPU."""
+
+    step: OnGPU
+
+
+@dataclass(frozen=True)
+class ForOperators:
+    """A step's sequences, those with one token together.
+
+    Attributes:
+        slots_T: where each token is kept.
+        longer: start, rows among the step's tokens, and slots of all positions, of each with several tokens.
+    """
+
+    slots_T: Tensor
+    single: Single | None
+    longer: Sequence[tuple[int, slice, Tensor]]
+
+    @staticmethod
+    def of(stretches: Sequence[Stretch], pool: BlockPool, device: torch.device) -> ForOperators:
+        slots: list[Tensor] = []
+        single: list[tuple[int, Tensor]] = []
+        longer: list[tuple[int, slice, Tensor]] = []
+        at = 0
+        for stretch in stretches:
+            blocks = torch.tensor(pool.tables[stretch.sequence][: pool.blocks_for(stretch.end)])
+            slots_L = (blocks[:, None] * pool.size + torch.arange(pool.size)).flatten()[: stretch.end]
+            slots.append(slots_L[stretch.start :])
+            if stretch.length == 1:
+                single.append((at, slots_L))
+            else:
+                longer.append((stretch.start, slice(at, at + stretch.length), slots_L.to(device)))
+            at += stretch.length
+        return ForOperators(torch.cat(slots).to(device), Single.of(single, device) if single else None, longer)
+
+
+@dataclass(frozen=True)
+class Single:
+    """Sequences of which a step computes one token.
+
+    Attributes:
+        rows_B: where it is among the step's.
+        lengths_B: positions of each, that token's included.
+        slots_BL: of positions, the last one last; before the first of a shorter sequence stands some that is not looked at.
+    """
+
+    rows_B: Tensor
+    lengths_B: Tensor
+    slots_BL: Tensor
+
+    @staticmethod
+    def of(single: Sequence[tuple[int, Tensor]], device: torch.device) -> Single:
+        lengths = [len(slots_L) for _, slots_L in single]
+        # Of slots that nobody has written none would do: not a number times 0 is none either. The last one is written.
+        slots_BL = torch.stack([torch.cat([slots_L[-1:].expand(max(lengths) - len(slots_L)), slots_L]) for _, slots_L in single])
+        rows_B = torch.tensor([at for at, _ in single], device=device)
+        return Single(rows_B, torch.tensor(lengths, device=device), slots_BL.to(device))
+
+    def seen(self, window: int | None, sinks: int) -> tuple[Tensor, Tensor]:
+        """Slots of what any of them sees, and who sees which; both ``[B, L]``."""
+        length = self.slots_BL.shape[1]
+        behind_L = torch.arange(length - 1, -1, -1, device=self.slots_BL.device)
+        seen_BL = behind_L < self.lengths_B[:, None]
+        if window is None:
+            return self.slots_BL, seen_BL
+        if not sinks:
+            return self.slots_BL[:, -window:], seen_BL[:, -window:]
+        seen_BL &= (behind_L < window) | (self.lengths_B[:, None] - 1 - behind_L < sinks)
+        # A block that was left may be anybody's now, or nobody's.
+        return torch.where(seen_BL, self.slots_BL, self.slots_BL[:, -1:]), seen_BL
