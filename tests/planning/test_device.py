@@ -37,6 +37,13 @@ def test_the_document_is_of_the_device(workspace: Path) -> None:
     assert "estimate" in table and "reserved" in table and "more than tensors take" in table
 
 
+@pytest.mark.parametrize("sharding", ["ddp", "fsdp"])
+def test_one_rank_has_a_communicator_too(workspace: Path, sharding: str) -> None:
+    found = fw("plan", "tiny.yaml", "--device", "h200", "--json", f"sharding={sharding}", *SYNTHETIC).ok().out
+    (rank,) = json.loads(found)["per_rank"]
+    assert rank["driver_peak_bytes"] == rank["reserved_peak_bytes"] + CONTEXT + 579 * MIB
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_where_no_rule_is_about_it_tensors_take_what_they_do_on_the_cpu(workspace: Path, precision: str) -> None:
     """But cuBLAS' workspaces, and what is in host memory: the state of a generator, and the batch read ahead (tokens and labels)."""

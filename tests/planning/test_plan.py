@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
 
 from conftest import fw
 from fw.meter.document import COMPONENTS, MemoryDocument
@@ -68,15 +70,30 @@ SLACK = 1024
 """Bytes: losses that are kept until they are logged, numbers that operators make for themselves."""
 
 
+def packed_for_products() -> int:
+    """Bytes that oneDNN takes to pack operands of the smallest products in bf16, on processors with AMX; a plan does not know them."""
+    shapes = [(8, 256, 300), (8, 300, 256), (300, 8, 256), (8, 256, 1376), (8, 1376, 256)]
+    most = 0
+    for rows, inner, columns in shapes:
+        for a in (torch.ones(rows, inner), torch.ones(inner, rows).t()):
+            for b in (torch.ones(inner, columns), torch.ones(columns, inner).t()):
+                with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+                    torch.mm(a.bfloat16(), b.bfloat16())
+                taken = [event.nbytes() for event in seen.profiler.kineto_results.events() if event.name() == "[memory]"]
+                most = max([most, *(nbytes for nbytes in taken if nbytes not in (2 * x.numel() for x in (a, b, a @ b)))])
+    return most
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_the_run_takes_what_was_planned(workspace: Path, case: str) -> None:
+    packed = packed_for_products() if case == "tied, few tokens, bf16" else 0
     overrides = [*SYNTHETIC, *CASES[case]]
     measured = MemoryDocument.from_json(json.loads(fw("profile", "tiny.yaml", "--json", *overrides).ok().out)).largest
     planned = plan("tiny.yaml", *overrides).largest
     assert measured.allocated_peak == pytest.approx(planned.allocated_peak, abs=SLACK)
     assert planned.peak_phase == measured.peak_phase
     for component in COMPONENTS:
-        slack = 0 if component in ("parameters", "gradients", "optimizer") else SLACK
+        slack = 0 if component in ("parameters", "gradients", "optimizer") else SLACK + packed * (component == "temporary")
         assert measured.most[component] == pytest.approx(planned.most[component], abs=slack), component
         assert measured.at_peak.get(component, 0) == pytest.approx(planned.at_peak.get(component, 0), abs=slack), component
 

@@ -142,8 +142,7 @@ class Gpu:
         """A collective has been called."""
         if (cost := exchange(func, args, out)) is None:
             return
-        if len(cost.ranks) > 1:
-            self.groups.add(cost.ranks)
+        self.groups.add(cost.ranks)
         if self._history is not None:
             self._history.costs.append((len(self._history.changes), cost))
 

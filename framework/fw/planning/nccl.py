@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from fw.planning.gloo import REDUCE, WAIT, fulfilled
 
-_FOR_TWO, _FOR_MORE = 544 * 10**6, 688 * 10**6
-"""Bytes of a communicator's buffers between 2 ranks, and between more: 4 A100 with NVLink (NVIDIA/nccl#964). They grow with NCCL's
-channels: fewer over PCIe, and more for exchanges between all pairs of ranks (NVIDIA/nccl#1685)."""
+_ALONE, _FOR_TWO, _FOR_MORE = 579 << 20, 544 * 10**6, 688 * 10**6
+"""Bytes of a communicator's buffers: alone, with NCCL's kernels (an H200, docs/gpu.md), between 2 ranks, and between more: 4 A100
+with NVLink (NVIDIA/nccl#964). They grow with NCCL's channels: fewer over PCIe, and more for exchanges between all pairs of ranks
+(NVIDIA/nccl#1685)."""
 
 
 class Nccl:
@@ -48,6 +49,7 @@ class Nccl:
         """Nothing lingers."""
 
 
-def communicator_bytes(ranks: int) -> int:
-    """Of the driver's memory, for a communicator between ``ranks``."""
-    return 0 if ranks < 2 else _FOR_TWO if ranks == 2 else _FOR_MORE
+def communicators_bytes(groups: Iterable[Sequence[int]]) -> int:
+    """Of the driver's memory, for communicators between these ranks."""
+    sizes = [len(group) for group in groups]
+    return sum(_FOR_TWO if size == 2 else _FOR_MORE for size in sizes if size > 1) or (_ALONE if sizes else 0)

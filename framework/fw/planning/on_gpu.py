@@ -14,7 +14,7 @@ from fw.meter.document import RankMemory
 from fw.meter.speeds import Speeds
 from fw.meter.step_memory import OTHER
 from fw.planning.caching_allocator import CachingAllocator
-from fw.planning.nccl import communicator_bytes
+from fw.planning.nccl import communicators_bytes
 from fw.planning.roofline import step_time
 from fw.planning.trace import RankTrace
 from fw.recipe import Recipe
@@ -40,7 +40,7 @@ def on_gpu(rank: int, trace: RankTrace, device: Device, imported_bytes: int) -> 
         imported_bytes: of the host, for a process that has loaded the same libraries.
     """
     peaks = allocator_peaks(trace.histories)
-    driver = peaks.reserved + device.context_bytes + sum(communicator_bytes(len(group)) for group in trace.groups)
+    driver = peaks.reserved + device.context_bytes + communicators_bytes(trace.groups)
     found = RankMemory.of_steps(rank, trace.steps, imported_bytes + trace.host_bytes)
     rounding = max(0, peaks.allocated - found.allocated_peak)
     at_peak = {**found.at_peak, OTHER: found.at_peak.get(OTHER, 0) + rounding}

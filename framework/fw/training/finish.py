@@ -127,7 +127,9 @@ def _memory(module: TrainingModule, between: BetweenSteps, device: torch.device)
     own = RankMemory.of_steps(module.global_rank, settled, module.host_peak.bytes())
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)  # other processes' memory counts, too
-        own = replace(own, reserved_peak=torch.cuda.max_memory_reserved(device), driver_peak=total - free)
+        reserved = torch.cuda.max_memory_reserved(device)
+        given_back = reserved - torch.cuda.memory_reserved(device)
+        own = replace(own, reserved_peak=reserved, driver_peak=total - free + given_back)
     ranks = module.strategy.gather(own)
     found = MemoryDocument(
         recipe.config.name, device.type, recipe.world_size, recipe.memory.budget_bytes, ranks, between.throughput.step_time
