@@ -103,8 +103,11 @@ def test_the_run_takes_what_was_planned(workspace: Path, case: str, record_prope
 @pytest.mark.alone
 @pytest.mark.parametrize("case", ["bf16", "fsdp", "gpt2", "qlora"])
 def test_the_driver_gives_out_what_was_planned(workspace: Path, case: str, record_property: Callable[[str, object], None]) -> None:
+    pytest.importorskip("pynvml", reason="only NVML says what others have without taking something itself")
+    others = torch.cuda.device_memory_used()
     _, measured, document = run_and_plan(case, record_property)
-    assert measured.driver_peak == pytest.approx(document.largest.driver_peak, rel=0.1, abs=400 * MIB)
+    record_property("others", others)
+    assert measured.driver_peak - others == pytest.approx(document.largest.driver_peak, rel=0.1, abs=400 * MIB)
 
 
 @pytest.mark.alone

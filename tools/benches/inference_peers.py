@@ -161,7 +161,7 @@ def main(program: str, model: str, weights: str, prompt: str, new: str, *batches
     figures = {"start": time.perf_counter() - begin}
     for size in sizes:
         prompts = [[numbers.randrange(3, 30_000) for _ in range(int(prompt))] for _ in range(size)]
-        run(prompts, 4)
+        run(prompts, 16)  # what is made once per size is there afterwards
         first, rest = run(prompts, int(new))
         figures[f"prefill {size}"] = size * int(prompt) / first
         figures[f"decode {size}"] = size * (int(new) - 1) / rest
