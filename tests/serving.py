@@ -69,13 +69,18 @@ def make_model(place: Path, seed: int = 0, ends: bool = True, **shape: Any) -> P
 class Server:
     """``fw serve MODEL words…``; ends with the ``with`` block.
 
+    Args:
+        python: that runs it; this one's where none is given.
+
     Attributes:
         said: its stdout, by lines.
         log: its log, by lines.
     """
 
-    def __init__(self, model: str | Path, *words: str, environment: Mapping[str, str] | None = None, ready: bool = True) -> None:
-        words = (sys.executable, "-m", "fw", "serve", str(model), "--port", "0", *words)
+    def __init__(
+        self, model: str | Path, *words: str, environment: Mapping[str, str] | None = None, ready: bool = True, python: Path | None = None
+    ) -> None:
+        words = (str(python or sys.executable), "-m", "fw", "serve", str(model), "--port", "0", *words)
         kept = {k: v for k, v in os.environ.items() if k not in ("FW_DEBUG", "FW_API_KEYS", "RANK", "WORLD_SIZE", "LOCAL_RANK")}
         self.process = subprocess.Popen(
             words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**kept, "PYTHONUNBUFFERED": "1", **(environment or {})}
