@@ -191,7 +191,7 @@ class HFCausalLM(CausalLM):
 
     def hf_repeated(self) -> Mapping[str, str]:
         """Tied weights that files may hold besides."""
-        own = {tensor.name for name in self.stored() for tensor in self.hf_tensors(name)}
+        own = {tensor.name for name in self.base() for tensor in self.hf_tensors(name)}
         tied: Mapping[str, str] = self.hf.all_tied_weights_keys
         return {name: source for name, source in tied.items() if name not in own}
 
@@ -211,7 +211,9 @@ class HFCausalLM(CausalLM):
         Raises:
             UserError: the family keeps some parameters in fp32 whatever the model's dtype is.
         """
-        dtype = max((p.dtype for p in self.parameters()), key=lambda dtype: dtype.itemsize)  # frozen ones may be narrower
+        dtype = max(
+            (p.dtype for p in self.parameters() if p.is_floating_point()), key=lambda dtype: dtype.itemsize
+        )  # frozen ones may be narrower
         with _weights_on_meta():
             twin = self._make(dtype)
         # transformers computes buffers once more after it has read the weights, no longer in the model's dtype.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,9 @@ from safetensors.torch import load_file
 
 import fw
 from adapting import IDS, SIZES, base_in, checkpoint, disturbed, run, same_gradients
+from fw.kinds import make
 from fw.kinds.peft import without_adapters
+from fw.kinds.quantization import QuantizationPlugin
 
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
@@ -95,3 +98,24 @@ def test_what_cannot_be_is_refused(
     base_in(tmp_path, BASES["llama"])
     assert run(tmp_path, monkeypatch, section(method, **options)) == 2
     assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("quantization", ["nf4", "w8a16", "w4a16"])
+@pytest.mark.parametrize("method", ["LOHA", "LOKR", "HRA", "MISS"])
+def test_over_codes_it_computes_what_peft_does_over_what_they_stand_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, quantization: str
+) -> None:
+    """HRA turns weights, and the first two take the shape of their change from them: codes are neither."""
+    base = base_in(tmp_path, BASES["llama"])
+    sizes = {} if quantization == "nf4" else {"group_size": 16}
+    assert run(tmp_path, monkeypatch, section(method), f"quantization={json.dumps({'name': quantization, **sizes})}") == 0
+    ours = fw.load_model(checkpoint(tmp_path), quantization=make(QuantizationPlugin, quantization, **sizes))
+    for name, layer in ours.named_modules():
+        if hasattr(layer, "dense_weight"):
+            base.get_submodule(f"model.{name}" if not name.startswith("lm_head") else name).weight.data = layer.dense_weight(torch.float32)
+    with torch.no_grad():
+        untrained = base(IDS).logits
+        theirs = peft.PeftModel.from_pretrained(base, checkpoint(tmp_path)).eval()(IDS).logits
+        found = ours(IDS)
+    assert (found - theirs).abs().max() < 1e-4
+    assert (found - untrained).abs().max() > 1e-4

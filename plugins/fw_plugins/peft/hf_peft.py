@@ -68,6 +68,9 @@ class HFPeft(PeftPlugin):
         injected = copy.copy(options)
         injected.target_modules, injected.exclude_modules = set(names), None
         buffers = {name for name, _ in model.named_buffers()}
+        kept_as = {name: weight.dtype for name in names if (weight := model.quantized.get(f"{name}.weight")) is not None}
+        for name, dtype in kept_as.items():
+            _put(model, name, _Dense(before[name], dtype))
         try:
             peft.inject_adapter_in_model(injected, model, _ADAPTER)
         except (ValueError, TypeError, NotImplementedError, AttributeError) as error:
@@ -78,9 +81,8 @@ class HFPeft(PeftPlugin):
         tensors: dict[str, HFTensor] = {}
         for name, layer in before.items():
             changed = model.get_submodule(name)
-            parent, _, last = name.rpartition(".")
-            setattr(model.get_submodule(parent), last, layer)
-            _put_inside(layer, changed)
+            _put(model, name, layer)
+            _put_inside(layer, changed, kept_as.get(name))
             assert isinstance(layer, nn.Linear)
             draw = partial(_drawn, options, layer.in_features, layer.out_features, layer.bias is not None)
             for inner, parameter in changed.named_parameters():
@@ -132,12 +134,40 @@ class PeftLinear(nn.Linear):
         return out_O
 
 
-def _put_inside(layer: nn.Module, changed: nn.Module) -> None:
-    """peft's layer into the one that it stands for."""
+def _put(model: nn.Module, name: str, layer: nn.Module) -> None:
+    parent, _, last = name.rpartition(".")
+    setattr(model.get_submodule(parent), last, layer)
+
+
+class _Dense(nn.Linear):
+    """A layer of codes as peft's methods may look at it: its weight has the shape and the numbers that the codes stand for."""
+
+    def __init__(self, coded: Any, dtype: torch.dtype) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = coded.in_features, coded.out_features
+        self._coded, self._dtype = (coded,), dtype  # no submodule, as below
+
+    # Made anew each time, and kept by nobody.
+    weight = property(lambda self: self._coded[0].dense_weight(self._dtype))
+    bias = property(lambda self: self._coded[0].bias)
+
+    def forward(self, x_I: Tensor) -> Tensor:
+        """From the codes."""
+        out_O: Tensor = self._coded[0](x_I)
+        return out_O
+
+
+def _put_inside(layer: nn.Module, changed: nn.Module, quantized: torch.dtype | None) -> None:
+    """peft's layer into the one that it stands for.
+
+    Args:
+        quantized: dtype of the weight where the layer keeps codes of it.
+    """
     plain = copy.copy(layer)  # the same parameters, and what is done to them: it has the dictionary that they are in
     become(layer, PeftLinear, {})
     del changed._modules["base_layer"]
-    changed.__dict__["base_layer"] = plain  # no submodule: its parameters have their names already
+    # No submodule: its parameters have their names already.
+    changed.__dict__["base_layer"] = plain if quantized is None else _Dense(plain, quantized)
     layer.add_module(_INSIDE, changed)
 
 
