@@ -10,6 +10,8 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import fw
+import serving
+from conftest import column, fw as run_fw
 from plugins.test_activation import SPEC, plugin as activation
 
 _SHAPE = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
@@ -194,3 +196,15 @@ def test_recomputation_changes_no_gradient(family, how):
         found.append({"loss": loss.detach(), **{n: p.grad for n, p in model.named_parameters() if p.grad is not None}})
     plain, again = found
     assert plain.keys() == again.keys() and all(torch.equal(plain[key], again[key]) for key in plain)
+
+
+@pytest.mark.parametrize("more", [["peft=lora"], ["peft=ia3", "quantization={name: w8a16, group_size: 16}"]], ids=["adapters", "codes"])
+def test_what_begins_from_files_is_adapted_as_fws_own_is(workspace, more):
+    serving.make_model(workspace / "base", hidden_size=32, intermediate_size=64)
+    data = "data={name: text, files: [corpus.txt], tokenizer: base}"
+    for name in ("hf", "auto"):
+        model = f"model={{name: {name}, path: base}}"
+        run_fw("train", "tiny.yaml", model, data, *more, "train.max_steps=3", "optimizer.lr=0.001", f"train.run_dir={name}").ok()
+    found, expected = column("hf", "loss"), column("auto", "loss")
+    assert found[0] == pytest.approx(expected[0], rel=1e-5), "before anything is learnt"
+    assert len(found) == 3 and found == pytest.approx(expected, rel=1e-3), "adapters begin with other numbers, by their names"

@@ -203,6 +203,8 @@ def test_a_run_prefers_what_was_chosen_and_tells_rewards(here: Path) -> None:
         ({"peft": {"name": "none"}}, "dpo compares with the model without its adapters"),
         ({"peft": {"name": "lora", "whole": ["lm_head"]}}, "trains itself"),
         ({"objective": {"name": "dpo", "beta": 0}}, "objective.beta: 0"),
+        ({"data": {"name": "synthetic", "vocab_size": 64}}, "because it compares two answers to the same; use data=preference"),
+        ({"objective": {"name": "causal_lm"}}, "because it would learn rejected answers as it does chosen ones; use objective=dpo"),
         ({"objective": {"name": "dpo", "loss": "hinge", "label_smoothing": 0.1}}, "objective.label_smoothing"),
     ],
 )

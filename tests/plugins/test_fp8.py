@@ -162,6 +162,11 @@ def test_what_cannot_be_is_refused(config, device, said, monkeypatch):
         plugin.check(model(), {}, spec(plugin, device, micro_batch_size=2), 17)
 
 
+def test_where_adapters_change_every_layer_nothing_is_left(workspace):
+    refused = fw("train", "tiny.yaml", "precision=fp8", "peft={name: lora, targets: [all-linear, lm_head]}")
+    assert refused.code == 2 and "peft changes all of this model's, whose products stay in bfloat16" in refused.err
+
+
 def test_gradients_of_weights_in_bf16_take_any_number_of_tokens(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))

@@ -119,3 +119,11 @@ def test_over_codes_it_computes_what_peft_does_over_what_they_stand_for(
         found = ours(IDS)
     assert (found - theirs).abs().max() < 1e-4
     assert (found - untrained).abs().max() > 1e-4
+
+
+def test_deepspeed_does_not_bring_what_is_inside_of_layers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base_in(tmp_path, BASES["llama"])
+    assert run(tmp_path, monkeypatch, section("LOHA"), "sharding={name: zero, stage: 3}") == 2
+    assert "sharding.stage: 3 brings parameters layer by layer, and the peft library computes whole layers" in capsys.readouterr().err

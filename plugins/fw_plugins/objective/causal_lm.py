@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from fw.api import IGNORED, Head, ObjectivePlugin, UserError
+from fw.api import IGNORED, Conflicts, Head, ObjectivePlugin, UserError
 from fw_plugins.objective.chunked_loss import TokenLoss
 
 
@@ -36,6 +36,7 @@ class CausalLMObjective(ObjectivePlugin):
     """Cross-entropy of the next token, in fp32, averaged over the target tokens of the whole global batch."""
 
     api = 1
+    conflicts = (Conflicts("data", ("preference",), "it would learn rejected answers as it does chosen ones; use objective=dpo"),)
     Config = CausalLMConfig
     config: CausalLMConfig
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fw.api import IGNORED, TENSOR, Beside, CausalLM, Head, LinearHead, ObjectivePlugin, UserError
+from fw.api import IGNORED, TENSOR, Beside, CausalLM, Conflicts, Head, LinearHead, ObjectivePlugin, UserError
 from fw_plugins.objective.chunked_loss import TokenLoss, add_product, scaled
 
 
@@ -69,6 +69,7 @@ class Distill(ObjectivePlugin):
     """
 
     api = 1
+    conflicts = (Conflicts("data", ("preference",), "it would learn rejected answers as it does chosen ones; use objective=dpo"),)
     Config = DistillConfig
     config: DistillConfig
     figures: ClassVar[tuple[str, ...]] = ("distill/kl", "distill/cross_entropy")

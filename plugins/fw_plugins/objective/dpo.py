@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fw.api import CONTEXT, IGNORED, TENSOR, CausalLM, Head, ObjectivePlugin, UserError, without_adapters
+from fw.api import CONTEXT, IGNORED, TENSOR, CausalLM, Conflicts, Head, ObjectivePlugin, UserError, without_adapters
 
 
 @dataclass
@@ -49,6 +49,7 @@ class DPO(ObjectivePlugin):
     """
 
     api = 1
+    conflicts = (Conflicts("data", ("synthetic", "text", "jsonl", "chat"), "it compares two answers to the same; use data=preference"),)
     Config = DPOConfig
     config: DPOConfig
     is_likelihood = False

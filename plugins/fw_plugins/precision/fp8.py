@@ -62,6 +62,11 @@ class FP8(PrecisionPlugin):
                 some = ", ".join(dict.fromkeys(f"*.{name.rpartition('.')[2]}" for name in names))
                 raise UserError(f"precision.skip: '{pattern}' is no linear layer of the model; there are {some or 'none'}")
         if not any(self._converts(name, linear) for name, linear in _linears(model)):
+            if model.adapters is not None:
+                raise UserError(
+                    "precision: fp8 computes plain linear layers in float8, and peft changes all of this model's, whose products stay in"
+                    " bfloat16; use precision=bf16, or name fewer layers in peft.targets"
+                )
             raise UserError(
                 f"precision.skip: none of the model's {len(names)} linear layers is left to compute in float8, which takes dimensions"
                 f" that are multiples of {_MULTIPLE}; use precision=bf16"
