@@ -126,4 +126,4 @@ def test_deepspeed_does_not_bring_what_is_inside_of_layers(
 ) -> None:
     base_in(tmp_path, BASES["llama"])
     assert run(tmp_path, monkeypatch, section("LOHA"), "sharding={name: zero, stage: 3}") == 2
-    assert "sharding.stage: 3 brings parameters layer by layer, and the peft library computes whole layers" in capsys.readouterr().err
+    assert "sharding.stage: 3 brings parameters to the layers that DeepSpeed sees, and hf_peft computes with" in capsys.readouterr().err
