@@ -131,7 +131,13 @@ def test_planned_trained_saved_resumed_and_served(workspace: Path, packages: Env
     assert own["optimizer.adabelief"] == "fw-adabelief 0.3.1" and own["model.gpt_neox"] == "fw-gpt-neox 0.3.1"
 
     half = ("train.save_every=3", "train.run_dir=halves")
-    packages.fw("train", "tiny.yaml", *OWN, "train.max_steps=3", *half, "sharding=fsdp", "launch.devices=2")
+    done = packages.run("-m", "fw", "train", "tiny.yaml", *OWN, "train.max_steps=3", *half, "sharding=fsdp", "launch.devices=2")
+    assert done.returncode == 0, done.stdout + done.stderr
+    warned = [line for line in done.stderr.splitlines() if "is not known to have been tested with" in line]
+    assert sorted(line.partition("warning: ")[2] for line in warned) == [
+        "model 'gpt_neox' of fw-gpt-neox is not known to have been tested with sharding 'fsdp'",
+        "optimizer 'adabelief' of fw-adabelief is not known to have been tested with sharding 'fsdp'",
+    ]
     packages.fw("train", "tiny.yaml", *OWN, "train.max_steps=6", *half, "resume=auto")
     assert column("halves", "loss") == pytest.approx(column("whole", "loss"), rel=1e-4)
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from fw.config import Config
 from fw.errors import UserError
 from fw.kinds import KINDS
+from fw.recipe.untested import untested
 from fw.registry import Plugin
 
 
@@ -40,6 +41,7 @@ def check(chosen: Mapping[str, Sequence[tuple[str, Plugin]]], config: Config) ->
 
 
 def advice(chosen: Mapping[str, Sequence[tuple[str, Plugin]]]) -> tuple[str, ...]:
-    """What there is to know of plugins that work and yet are of yesterday, a sentence each; the argument is that of :func:`check`."""
+    """What there is to know of plugins that work and yet are of yesterday, or that nobody has seen together, a sentence each; the argument
+    is that of :func:`check`."""
     found = ((kind, name, KINDS[kind].apis.advice(kind, plugin.api)) for kind, plugins in chosen.items() for name, plugin in plugins)
-    return tuple(f"{kind} '{name}' {text}" for kind, name, text in found if text)
+    return (*(f"{kind} '{name}' {text}" for kind, name, text in found if text), *untested(chosen))

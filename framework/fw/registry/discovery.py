@@ -10,6 +10,8 @@ from functools import cache
 from typing import Any
 
 GROUP_PREFIX = "fw."
+OWN = "fw"
+"""Distribution of fw's own plugins."""
 ALLOWED = "FW_PLUGINS"
 """Variable that names the distributions, with commas between them, whose plugins may be used beside fw's own; unset for all."""
 
@@ -53,6 +55,12 @@ def _all() -> tuple[Entry, ...]:
 def entries(kind: str, name: str | None = None) -> tuple[Entry, ...]:
     """Every registration of ``kind``, duplicates included; only those called ``name`` where one is given."""
     return tuple(e for e in (*_all(), *REGISTERED) if e.kind == kind and name in (None, e.name))
+
+
+def from_elsewhere(kind: str, name: str) -> str | None:
+    """The distribution that a plugin was installed with, where that is not fw itself; None of a plugin of a file or of code, too."""
+    found = [entry.distribution for entry in _all() if (entry.kind, entry.name) == (kind, name)]
+    return found[0] if found and OWN not in found else None
 
 
 def kinds_found() -> tuple[str, ...]:

@@ -51,6 +51,9 @@ class Plugin:
     requires: ClassVar[tuple[Requires, ...]] = ()
     conflicts: ClassVar[tuple[Conflicts, ...]] = ()
 
+    tested_with: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    """Kind → names that it has been tested with, besides those that the tests of its kind use; a run with others says so once."""
+
     not_options: ClassVar[Mapping[str, str]] = {}
     """Options that one might look for here in vain, and a sentence on each with the way out."""
 

@@ -11,10 +11,8 @@ import pytest
 from fw import registry
 from fw.errors import EXIT_FAILED, EXIT_OK, UserError, did_you_mean
 from fw.kinds import KINDS, plugin_class
-from fw.registry import Entry
+from fw.registry import OWN, Entry
 from fw.testing import SUITES
-
-_OWN = "fw"
 
 
 def check(kind: str | None, name: str | None) -> int:
@@ -31,7 +29,7 @@ def check(kind: str | None, name: str | None) -> int:
         names = [entry.name for entry in registry.entries(kind or "")]
         raise UserError(f"there is no {kind} '{name}'{did_you_mean(name, names)} (there are: {', '.join(names)})")
     if name is None:
-        entries = [entry for entry in entries if entry.distribution != _OWN]
+        entries = [entry for entry in entries if entry.distribution != OWN]
     if not entries:
         raise UserError("no plugins but fw's own are installed; name one of these to check it: fw plugins check KIND NAME")
     return max(_verdict(entry) for entry in entries)

@@ -161,6 +161,7 @@ class GPTNeoX(ModelPlugin):
     api = 1
     Config = GPTNeoXConfig
     hf_model_types = ("gpt_neox",)
+    tested_with = {"optimizer": ("adabelief",)}
 
     @classmethod
     def from_hf(cls, raw, changes) -> ModelPlugin:

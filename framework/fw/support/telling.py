@@ -1,0 +1,100 @@
+"""The matrix as text."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from itertools import combinations
+
+from fw.support.matrix import APART, Matrix, Status
+
+MARKS: dict[Status, str] = {"proven": "+", "refused": "x", "independent": "·", "untested": "?"}
+
+
+def counts(matrix: Matrix, one: str, other: str) -> Counter[Status]:
+    """Of the pairs of two kinds."""
+    return Counter(matrix.status((one, a), (other, b)) for a in matrix.kinds[one] for b in matrix.kinds[other])
+
+
+def totals(matrix: Matrix) -> Counter[Status]:
+    """Of all pairs of two kinds."""
+    return sum((counts(matrix, one, other) for one, other in combinations(matrix.kinds, 2)), Counter())
+
+
+def in_words(found: Counter[Status]) -> str:
+    """Like "2760 pairs: 2600 proven, 160 refused"."""
+    return f"{found.total()} pairs: {', '.join(f'{found[status]} {status}' for status in MARKS if found[status])}"
+
+
+def grid(matrix: Matrix, one: str, other: str) -> list[str]:
+    """Names of one kind down, of the other across, a mark for each pair; then the sentences of those that are refused."""
+    across = matrix.kinds[other]
+    wide = max(len(name) for name in matrix.kinds[one])
+    lines = [f"{n + 1:>3} {name}" for n, name in enumerate(across)]
+    lines.append(" " * wide + "".join(f"{n + 1:>4}" for n in range(len(across))))
+    for name in matrix.kinds[one]:
+        lines.append(name.ljust(wide) + "".join(f"{MARKS[matrix.status((one, name), (other, each))]:>4}" for each in across))
+    return [*lines, *refusals(matrix, one, other)]
+
+
+def refusals(matrix: Matrix, one: str, other: str) -> Sequence[str]:
+    """A line for each pair of two kinds that is refused."""
+    pairs = [((one, a), (other, b)) for a in matrix.kinds[one] for b in matrix.kinds[other]]
+    return [f"x {one} '{a[1]}' with {other} '{b[1]}': {matrix.refusal(a, b)}" for a, b in pairs if matrix.status(a, b) == "refused"]
+
+
+_PAGE = """# Which plugins work together
+
+Every pair of fw's own plugins stands in a run that was made, or is refused with a sentence. The runs are a covering array: few rows in
+which every pair is. {training} train two steps of a tiny model on one or two ranks, save, and go on for a third from there; losses are
+finite numbers. {generating} generate from a tiny model. `tools/matrix` makes all of them and writes this page; the tests make a tenth
+of them again, and of the refusals. That numbers are right is what the tests of each plugin are for.
+
+`fw plugins matrix KIND KIND` prints two kinds name by name. A plugin of another distribution says with `tested_with` what it has been run
+with; a run with something else says once that nobody has.
+
+**{total}.** Proven of how many that are not refused, and how many are:
+
+{table}
+
+- Presets of models (`llama3-8b`, …) are their architectures in other sizes. Names of `offload` are what goes where.
+- *Independent*: the two never meet in a run. `kv_cache` is of generating alone, where there are `model`, `quantization` and `offload`.
+{apart}
+- `flash_attn` wants its package and a GPU, which the runs had not: it stands in no row.
+
+## What is refused, and why
+
+Each by the program, with the place in the config in front.
+
+{refused}
+"""
+
+
+def page(matrix: Matrix) -> str:
+    """docs/support-matrix.md."""
+    kinds = list(matrix.kinds)
+    table = ["| | " + " | ".join(kinds[1:]) + " |", "|---" * len(kinds) + "|"]
+    for row, one in enumerate(kinds[:-1]):
+        cells = [_cell(counts(matrix, one, other)) if column > row else "" for column, other in enumerate(kinds[1:], 1)]
+        table.append(f"| {one} | " + " | ".join(cells) + " |")
+    refused: dict[str, list[str]] = {}
+    for each in matrix.refusals:
+        refused.setdefault(each.sentence, []).append(" × ".join(f"{kind} `{name}`" for kind, name in sorted(each.of)))
+    apart: dict[str, list[str]] = {}
+    for (kind, name), why in APART.items():
+        apart.setdefault(why, []).append(f"{kind} `{name}`")
+    ordered = sorted((sorted(set(who)), sentence) for sentence, who in refused.items())
+    return _PAGE.format(
+        training=len(matrix.training.rows),
+        generating=len(matrix.generating.rows),
+        total=in_words(totals(matrix)),
+        table="\n".join(table),
+        apart="\n".join(f"- So are {' and '.join(names)}: each {why}." for why, names in apart.items()),
+        refused="\n".join(f"- {'; '.join(who)}: *{sentence}*" for who, sentence in ordered),
+    )
+
+
+def _cell(found: Counter[Status]) -> str:
+    possible = found["proven"] + found["untested"]
+    told = [f"{found['proven']}/{possible}"] * bool(possible) + [f"{found['refused']} refused"] * bool(found["refused"])
+    return ", ".join(told) or "–"
