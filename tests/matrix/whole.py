@@ -16,16 +16,14 @@ from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import warm_python
+from fw.support.matrix import FILE, Level, Matrix, Refusal, Runs
+from fw.support.telling import page
+from matrix.covering import all_pairs, cover, pairs_of
+from matrix.levels import GENERATING, PARTS, TRIPLES, prepare
+from matrix.running import Outcome, Run, cores, generate, reason, train
+
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "tests"))
-
-import warm_python  # noqa: E402
-from fw.support.matrix import FILE, Level, Matrix, Refusal, Runs  # noqa: E402
-from fw.support.telling import page  # noqa: E402
-from matrix.covering import all_pairs, cover, pairs_of  # noqa: E402
-from matrix.levels import GENERATING, PARTS, TRIPLES, prepare  # noqa: E402
-from matrix.running import Outcome, Run, cores, generate, reason, train  # noqa: E402
-
 PAGE = ROOT / "docs" / "support-matrix.md"
 Levels = frozenset[Level]
 

@@ -89,8 +89,11 @@ class Runner:
         self._tied: tuple[Tensor, PlainLinear | None] | None = None
         self._ranks = ranks or Ranks()
         recorded = replay and (self._ranks.repeatable if device.type == "cpu" else device.type == "cuda" and self._ranks.ranks == 1)
-        idle = lambda: adapters.hooks + self._ranks.hooks  # noqa: E731
-        self.steady = SteadySteps(self._logits, cache, model, device, idle) if recorded else None
+
+        def idle_hooks() -> int:
+            return adapters.hooks + self._ranks.hooks
+
+        self.steady = SteadySteps(self._logits, cache, model, device, idle_hooks) if recorded else None
         for number, block in enumerate(model.blocks):
             found = [module for module in block.modules() if isinstance(getattr(module, "attention", None), ThroughCache)]
             if len(found) != 1:

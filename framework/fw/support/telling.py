@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from itertools import combinations
 
 from fw.support.matrix import APART, Matrix, Status
 
-MARKS: dict[Status, str] = {"proven": "+", "refused": "x", "independent": "·", "untested": "?"}
+_ORDER: tuple[Status, ...] = ("proven", "refused", "independent", "untested")
 
 
 def counts(matrix: Matrix, one: str, other: str) -> Counter[Status]:
@@ -23,24 +22,7 @@ def totals(matrix: Matrix) -> Counter[Status]:
 
 def in_words(found: Counter[Status]) -> str:
     """Like "2760 pairs: 2600 proven, 160 refused"."""
-    return f"{found.total()} pairs: {', '.join(f'{found[status]} {status}' for status in MARKS if found[status])}"
-
-
-def grid(matrix: Matrix, one: str, other: str) -> list[str]:
-    """Names of one kind down, of the other across, a mark for each pair; then the sentences of those that are refused."""
-    across = matrix.kinds[other]
-    wide = max(len(name) for name in matrix.kinds[one])
-    lines = [f"{n + 1:>3} {name}" for n, name in enumerate(across)]
-    lines.append(" " * wide + "".join(f"{n + 1:>4}" for n in range(len(across))))
-    for name in matrix.kinds[one]:
-        lines.append(name.ljust(wide) + "".join(f"{MARKS[matrix.status((one, name), (other, each))]:>4}" for each in across))
-    return [*lines, *refusals(matrix, one, other)]
-
-
-def refusals(matrix: Matrix, one: str, other: str) -> Sequence[str]:
-    """A line for each pair of two kinds that is refused."""
-    pairs = [((one, a), (other, b)) for a in matrix.kinds[one] for b in matrix.kinds[other]]
-    return [f"x {one} '{a[1]}' with {other} '{b[1]}': {matrix.refusal(a, b)}" for a, b in pairs if matrix.status(a, b) == "refused"]
+    return f"{found.total()} pairs: {', '.join(f'{found[status]} {status}' for status in _ORDER if found[status])}"
 
 
 _PAGE = """# Which plugins work together
