@@ -38,6 +38,7 @@ class Faulty(CausalLMObjective):
     """The usual loss, and a fault."""
 
     Config = FaultyConfig
+    tested_with = {"sharding": ("ddp",)}
     step = 0
     counting = False
 

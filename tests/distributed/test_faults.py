@@ -17,6 +17,9 @@ import pytest
 from conftest import Finished, column, environment, fw, start
 from distributed.faulty import installed
 from fw.cli import main
+from fw.config import LaunchSection
+from fw_plugins.launcher import agent
+from fw_plugins.launcher.local import LocalLauncher
 
 TWO = ("sharding=ddp", "launch.devices=2", "train.save_every=4", "train.max_steps=10")
 
@@ -75,6 +78,24 @@ def test_the_first_failure_is_told_before_those_it_caused_and_all_logs_are_kept(
         assert "about to fail" in Path(f"run/logs/attempt-{attempt}/rank-1.log").read_text()
         rank0 = Path(f"run/logs/attempt-{attempt}/rank-0.log").read_text()
         assert "step 1/10" in rank0 and "the connection to another rank was lost" in rank0
+
+
+def test_a_rank_that_ends_between_two_looks_is_told_too(capfd, monkeypatch):
+    exit_code, looked = agent._exit_code, set()
+
+    def late(pid: int) -> int | None:
+        """As if a rank had always ended a moment after it was first looked at."""
+        code = exit_code(pid)
+        if code is None or pid in looked:
+            return code
+        looked.add(pid)
+        return None
+
+    monkeypatch.setattr(agent, "_exit_code", late)
+    command = [sys.executable, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"]
+    code = LocalLauncher(LocalLauncher.Config()).launch(command, LaunchSection(max_restarts=1), lambda attempt: {})
+    told = [line for line in capfd.readouterr().err.splitlines() if "rank 0 was killed by SIGKILL" in line]
+    assert code == 1 and [line.partition(" rank")[0] for line in told] == ["fw: warning:", "fw: error:"]
 
 
 def test_wrong_input_is_not_restarted(faulty):

@@ -105,9 +105,12 @@ class RankAgent(LocalElasticAgent):
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         pids = {worker.global_rank: int(worker.id) for worker in worker_group.workers}
-        codes = {rank: _exit_code(pid) for rank, pid in pids.items()}
-        if any(code for code in codes.values()) or any((self.outcomes / f"rank-{rank}.failure").exists() for rank in pids):
+        codes = [_exit_code(pid) for pid in pids.values()]
+        if any(codes) or any((self.outcomes / f"rank-{rank}.failure").exists() for rank in pids):
             self._judge(pids)
+        elif None in codes:
+            # Not asked of the agent, which may see a rank's end that came after our look, and would not have it judged.
+            return RunResult(state=WorkerState.HEALTHY)
         result = super()._monitor_workers(worker_group)
         if result.state == WorkerState.FAILED:
             if self._stop_asked() or (self.fates and self.fates[0].is_user_error):
