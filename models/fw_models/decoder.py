@@ -28,9 +28,10 @@ from fw.api import (
     UserError,
     Width,
     adapters_are_off,
+    positions,
 )
 from fw_models.hf_config import HFNames, write
-from fw_models.layers import Angles, Attention, AttentionShape, GatedMLP, RMSNorm, Rope, RopeScaling, ShiftedRMSNorm, positions, prepend
+from fw_models.layers import Angles, Attention, AttentionShape, GatedMLP, RMSNorm, Rope, RopeScaling, ShiftedRMSNorm, prepend
 from fw_models.layers.embedding import embedding
 
 
@@ -263,10 +264,6 @@ class Decoder(CausalLM):
         if self.config.depth_scaled_init and name.removesuffix(".weight").endswith(("o_proj", "down_proj")):
             std /= math.sqrt(2 * self.config.num_hidden_layers)
         return Init(std=std)
-
-    def undecayed(self) -> frozenset[str]:
-        """Norms, biases and the embedding, also where it serves as head."""
-        return frozenset(name for name, p in self.named_parameters() if p.dim() < 2 or name.startswith("embed_tokens"))
 
     def flops_per_token(self, sequence_length: int) -> float:
         """``6 · (parameters in matrix products) + 12 · Σ_layers heads · head_dim · min(length, window)``.

@@ -11,9 +11,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fw.api import AttentionPlugin, CausalLM, HFTensor, Init, KVShape, LinearHead, Pattern, Readout, TensorPlan, UserError, adapters_are_off
+from fw.api import (
+    AttentionPlugin,
+    CausalLM,
+    HFTensor,
+    Init,
+    KVShape,
+    LinearHead,
+    Pattern,
+    Readout,
+    TensorPlan,
+    UserError,
+    adapters_are_off,
+    positions,
+)
 from fw_models.hf_config import HFNames, write
-from fw_models.layers import ACTIVATIONS, positions, prepend
+from fw_models.layers import ACTIVATIONS, prepend
 from fw_models.layers.embedding import embedding
 
 
@@ -215,10 +228,6 @@ class GPT2(CausalLM):
             return Init(value=1.0)
         std = self.config.initializer_range
         return Init(std=std / math.sqrt(2 * self.config.n_layer) if name.endswith("c_proj.weight") else std)
-
-    def undecayed(self) -> frozenset[str]:
-        """Norms, biases and embeddings."""
-        return frozenset(name for name, p in self.named_parameters() if p.dim() < 2 or name.startswith(("wte", "wpe")))
 
     def flops_per_token(self, sequence_length: int) -> float:
         """``6 · (parameters in matrix products) + 12 · layers · n_embd · length``, as for the other decoders."""

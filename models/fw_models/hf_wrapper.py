@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
 
-from fw.api import CausalLM, HFTensor, Init, KVShape, Readout, UserError
-from fw_models.layers import positions
+from fw.api import CausalLM, HFTensor, Init, KVShape, Readout, UserError, positions
 
 
 class _WeightsOnMeta(TorchFunctionMode):
@@ -151,11 +150,6 @@ class HFCausalLM(CausalLM):
             UserError: always; such a model begins from its directory's weights.
         """
         raise UserError(f"model hf: '{name}' has no initial value; a model of transformers begins from its directory's weights")
-
-    def undecayed(self) -> frozenset[str]:
-        """Norms, biases and embeddings."""
-        tables = {id(m.weight) for m in self.modules() if isinstance(m, nn.Embedding)}
-        return frozenset(name for name, p in self.named_parameters() if p.dim() < 2 or id(p) in tables)
 
     def flops_per_token(self, sequence_length: int) -> float:
         """``6 · (parameters in matrix products) + 12 · layers · heads · head_dim · length``, as for the reference models; experts that a

@@ -22,10 +22,10 @@ TESTS = Path(__file__).parent
 def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A package of every kind, and `site`, where pip has put them: outside this environment, so that other tests do not see them."""
     place = tmp_path_factory.mktemp("packages")
-    for kind in scaffold.kinds():
+    for kind in KINDS:
         scaffold.write(kind, f"try-{kind}", place / kind)
     command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation", "--target", str(place / "site")]
-    subprocess.run([*command, *(str(place / kind) for kind in scaffold.kinds())], check=True, capture_output=True)
+    subprocess.run([*command, *(str(place / kind) for kind in KINDS)], check=True, capture_output=True)
     return place
 
 
@@ -42,17 +42,17 @@ def pytest_in(packages: Path, *words: str) -> None:
 
 
 def test_files_are_short_and_say_what_they_are(packages: Path) -> None:
-    for kind in scaffold.kinds():
+    for kind in KINDS:
         name = f"fw_try_{kind}.py"
         module, test = packages / kind / name, packages / kind / f"test_{name}"
         assert ast.get_docstring(ast.parse(module.read_text())) and len(test.read_text().splitlines()) < 10
         lines = [line for line in module.read_text().splitlines() if line.strip()]
-        assert len(lines) < (60 if kind != "model" else 80), kind
-        assert kind in KINDS and "$" not in (packages / kind / "README.md").read_text()
+        assert len(lines) < 60, kind
+        assert "$" not in (packages / kind / "README.md").read_text()
 
 
 def test_what_needs_no_run_passes_for_every_kind(packages: Path) -> None:
-    files = [str(packages / kind / f"test_fw_try_{kind}.py") for kind in scaffold.kinds()]
+    files = [str(packages / kind / f"test_fw_try_{kind}.py") for kind in KINDS]
     pytest_in(
         packages, *files, "-k", "contract or option or public or pickles or formula or references or updates or add_up or interpolate"
     )
@@ -61,6 +61,11 @@ def test_what_needs_no_run_passes_for_every_kind(packages: Path) -> None:
 @pytest.mark.parametrize("kind", ["kv_cache", "model", "schedule"])
 def test_all_of_it_passes(packages: Path, kind: str) -> None:
     pytest_in(packages, str(packages / kind / f"test_fw_try_{kind}.py"))
+
+
+@pytest.mark.parametrize(("kind", "tests"), [("checkpoint", "damaged or old_ones"), ("sharding", "serves_one_rank or planned or bf16")])
+def test_what_is_the_kinds_own_passes(packages: Path, kind: str, tests: str) -> None:
+    pytest_in(packages, str(packages / kind / f"test_fw_try_{kind}.py"), "-k", tests)
 
 
 def test_a_run_of_a_model_an_optimizer_and_a_cache_from_elsewhere(workspace: Path, packages: Path) -> None:
@@ -90,7 +95,6 @@ def test_a_run_of_a_model_an_optimizer_and_a_cache_from_elsewhere(workspace: Pat
         (["optimizer", "no name"], "is no name for a plugin"),
         (["optimizer", "adamw"], "is fw's; take another name"),
         (["optimizer", "mine", "--dir", "full"], "is there already"),
-        (["checkpoint", "mine"], "there is no example of 'checkpoint' to begin from yet"),
     ],
 )
 def test_what_cannot_be_written_is_said(fw, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], sentence: str) -> None:

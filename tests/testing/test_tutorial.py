@@ -26,4 +26,4 @@ def test_every_block_runs(tmp_path: Path) -> None:
             ran += 1
         elif language == "python":
             compile(text, "docs/plugins.md", "exec")
-    assert ran == 4 and (tmp_path / "run" / "checkpoints").is_dir() and (tmp_path / "slow-start" / "pyproject.toml").is_file()
+    assert ran == 5 and (tmp_path / "run" / "checkpoints").is_dir() and (tmp_path / "slow-start" / "pyproject.toml").is_file()

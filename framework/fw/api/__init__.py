@@ -78,6 +78,7 @@ if TYPE_CHECKING:
         Readout as Readout,
         Rescaling as Rescaling,
         Width as Width,
+        positions as positions,
     )
     from fw.kinds.objective import Beside as Beside, ObjectivePlugin as ObjectivePlugin
     from fw.kinds.offload import OffloadPlugin as OffloadPlugin, OffloadPolicy as OffloadPolicy, Tier as Tier
@@ -138,7 +139,9 @@ _NAMES = {
     "fw.kinds.kv_cache": "KVCache KVCachePlugin KVNeeds Places Stretch",
     "fw.kinds.launcher": "LauncherPlugin Prepare",
     "fw.kinds.logger": "COLUMNS LoggerPlugin",
-    "fw.kinds.model": "Adapters CausalLM Give HFTensor Head Init KVShape LinearHead ModelPlugin Quantized Readout Rescaling Width",
+    "fw.kinds.model": (
+        "Adapters CausalLM Give HFTensor Head Init KVShape LinearHead ModelPlugin Quantized Readout Rescaling Width positions"
+    ),
     "fw.kinds.objective": "Beside ObjectivePlugin",
     "fw.kinds.offload": "OffloadPlugin OffloadPolicy Tier",
     "fw.kinds.optimizer": "OptimizerOptions OptimizerPlugin OptimizerSpec",

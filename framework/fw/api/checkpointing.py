@@ -6,6 +6,7 @@ from fw.checkpointing.pieces import Layout, is_divided
 from fw.checkpointing.placed import PlacedTensors
 from fw.checkpointing.retention import prune
 from fw.checkpointing.state import RNG, STATE, read_rng
+from fw.checkpointing.step_directories import StepDirectories, StepReader, TensorWriting
 from fw.checkpointing.stream import size_bytes
 from fw.checkpointing.tensor_files import ADAPTER, TensorFiles, adapter_for, weights_for
 from fw.checkpointing.writing import LANES, Writing, dealt, distinct, split_groups
@@ -18,7 +19,10 @@ __all__ = [
     "Digest",
     "Layout",
     "PlacedTensors",
+    "StepDirectories",
+    "StepReader",
     "TensorFiles",
+    "TensorWriting",
     "Writing",
     "adapter_for",
     "commit",

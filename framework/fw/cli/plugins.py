@@ -15,7 +15,8 @@ EXAMPLES = """examples:
   fw plugins list sharding --json
   fw plugins show optimizer adamw
   fw plugins new optimizer my-sgd --dir my-sgd
-  fw plugins check optimizer adamw"""
+  fw plugins check optimizer adamw
+  fw plugins matrix peft quantization"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,11 +43,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     check = actions.add_parser("check", help="run the tests that every plugin of a kind must pass")
     check.add_argument("kind", nargs="?", metavar="KIND", help="only this kind; all plugins beside fw's own where left out")
     check.add_argument("name", nargs="?", metavar="NAME", help="only this plugin")
+    matrix = actions.add_parser("matrix", help="which of fw's own plugins work together, and why others do not")
+    matrix.add_argument("kinds", nargs="*", metavar="KIND", help="two kinds, of which every pair is told; numbers of all where left out")
+    matrix.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(options: argparse.Namespace) -> int:
     """Dispatch."""
-    return {"list": _list, "show": _show, "new": _new, "check": _check}[options.action](options)
+    return {"list": _list, "show": _show, "new": _new, "check": _check, "matrix": _matrix}[options.action](options)
 
 
 def _new(options: argparse.Namespace) -> int:
@@ -72,6 +76,22 @@ def _check(options: argparse.Namespace) -> int:
             raise
         raise UserError("fw plugins check needs pytest, which is not installed: pip install pytest") from None
     return check(options.kind, options.name)
+
+
+def _matrix(options: argparse.Namespace) -> int:
+    from fw.support import telling
+    from fw.support.matrix import Matrix
+
+    matrix = Matrix.read()
+    for kind in options.kinds:
+        _known(kind, matrix.kinds)
+    if len(set(options.kinds)) not in (0, 2) or len(options.kinds) > 2:
+        raise UserError("fw plugins matrix takes two different kinds, or none for the numbers of all")
+    if options.json:
+        print(json.dumps(telling.pairs(matrix, options.kinds), indent=1, ensure_ascii=False))
+    else:
+        print(telling.two_kinds(matrix, *options.kinds) if options.kinds else telling.overview(matrix))
+    return 0
 
 
 def _list(options: argparse.Namespace) -> int:

@@ -30,6 +30,9 @@ weighted scalar, as the balance of a router; None where there is nothing); what 
 Give = Callable[[Mapping[str, Tensor]], None]
 """Fills tensors that a model stores, called by the model's own names, in place: plain ones whole, of DTensors what this rank keeps."""
 
+_USUAL_STD = 0.02
+"""Of initial weights, since GPT (Radford et al. 2018, section 4.1)."""
+
 
 @dataclass(frozen=True)
 class LinearHead:
@@ -170,6 +173,16 @@ class Rescaling:
     makers: Mapping[str, float]
 
 
+def positions(ids_BL: Tensor, segments_BL: Tensor | None) -> Tensor:
+    """0 … L-1, ``[1, L]``; with segments ``[B, L]``, counted anew where a segment begins."""
+    at_1L = torch.arange(ids_BL.shape[1], device=ids_BL.device)[None]
+    if segments_BL is None:
+        return at_1L
+    begins_BL = torch.ones_like(segments_BL, dtype=torch.bool)
+    begins_BL[:, 1:] = segments_BL[:, 1:] != segments_BL[:, :-1]
+    return at_1L - torch.where(begins_BL, at_1L, 0).cummax(dim=1).values
+
+
 class CausalLM(nn.Module):
     """What every model is. Built on the meta device; weights come from files or from :meth:`init`.
 
@@ -212,22 +225,25 @@ class CausalLM(nn.Module):
         The readout runs inside forward, where sharding has gathered the head's weights.
 
         Args:
-            positions_BL: position of each token; where None, 0 … L-1, counted anew in each segment.
+            positions_BL: position of each token; where None, those of :func:`positions`.
             segments_BL: int64; which document a token belongs to, for rows that hold several or padding (0): no token attends to
                 another document's, and padding counts for nothing. None where every row is one document.
         """
 
-    @abstractmethod
     def init(self, name: str) -> Init:
-        """How the parameter called ``name`` begins."""
+        """How the parameter called ``name`` begins. Here: matrices normal, biases at zero, what norms multiply with at one."""
+        if self.get_parameter(name).dim() > 1:
+            return Init(std=_USUAL_STD)
+        return Init() if name.endswith("bias") else Init(value=1.0)
 
     @abstractmethod
     def flops_per_token(self, sequence_length: int) -> float:
         """Floating-point operations of forward and backward per token; the docstring gives the formula."""
 
-    @abstractmethod
     def undecayed(self) -> frozenset[str]:
-        """Names of the parameters that weight decay must leave alone: norms, biases and embeddings."""
+        """Names of the parameters that weight decay must leave alone: norms, biases and embeddings, also where one serves as head."""
+        tables = {id(module.weight) for module in self.modules() if isinstance(module, nn.Embedding)}
+        return frozenset(name for name, p in self.named_parameters() if p.dim() < 2 or id(p) in tables)
 
     @abstractmethod
     def hf_config(self) -> dict[str, Any]:

@@ -85,13 +85,13 @@ class Stepper(ABC):
     def module(self) -> nn.Module:
         """What to call for forward: the model, wrapped where sharding wraps it."""
 
-    @abstractmethod
     def forward_context(self) -> AbstractContextManager[object]:
         """Enter around every forward, in training, validation and sampling: autocast, or nothing."""
+        return nullcontext()
 
-    @abstractmethod
     def micro_batch(self, last: bool) -> AbstractContextManager[object]:
         """Enter around forward and backward of one micro-batch; ``last`` says whether a step follows."""
+        return nullcontext()
 
     def whole_sequences(self) -> AbstractContextManager[object]:
         """Enter around a forward on sequences that :meth:`ShardingPlugin.local_batch` has not divided, in evaluation."""
@@ -111,9 +111,9 @@ class Stepper(ABC):
     def begin_step(self, lr_factor: float) -> None:  # noqa: B027
         """Called before the first forward of a step; ``lr_factor`` is what :meth:`step` will get."""
 
-    @abstractmethod
     def backward(self, loss: Tensor) -> None:
         """Accumulate the gradient of ``loss``, this rank's part of the global loss: the parts of all ranks and micro-batches add up."""
+        loss.backward()
 
     @abstractmethod
     def step(self, lr_factor: float) -> StepResult:
@@ -135,9 +135,13 @@ class Stepper(ABC):
         """How many numbers the model's parameters are, over all ranks."""
         return sum(parameter.numel() for _, parameter in self.parameters())
 
-    @abstractmethod
     def kept(self) -> KeptTensors:
-        """What this rank keeps, for the account of its memory; master weights of another dtype are in the optimizer's state."""
+        """What this rank keeps, for the account of its memory; master weights of another dtype are in the optimizer's state. Here: of plain
+        tensors, each whole."""
+        weights = [parameter for _, parameter in self.parameters()]
+        state = [value for value in self.optimizer_tensors().values() if isinstance(value, Tensor)]
+        gradients = [parameter.grad for parameter in weights if parameter.grad is not None]
+        return KeptTensors([*weights], gradients, state, list(self.module.buffers()))
 
     def kept_by_parameter(self) -> dict[str, KeptTensors]:
         """What of :meth:`kept` is a parameter's own, by the model's own names; nothing of what an engine keeps for several together."""
@@ -164,12 +168,11 @@ class Stepper(ABC):
     def load_optimizer_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         """Take back what :meth:`optimizer_tensors` gave, placed like :meth:`placements`; a tensor is read when it is looked up."""
 
-    @abstractmethod
     def scalars(self) -> dict[str, Any]:
         """What else a resume needs (the loss scale), as JSON."""
+        return {}
 
-    @abstractmethod
-    def load_scalars(self, scalars: dict[str, Any]) -> None:
+    def load_scalars(self, scalars: dict[str, Any]) -> None:  # noqa: B027
         """Take back what :meth:`scalars` gave."""
 
     def files(self) -> Mapping[str, str]:

@@ -9,7 +9,6 @@ from string import Template
 
 from fw import registry
 from fw.errors import UserError
-from fw.kinds import KINDS
 
 _TEMPLATES = Path(__file__).parent / "templates"
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9]*([_-][A-Za-z0-9]+)*")
@@ -17,6 +16,7 @@ _TRIED = {
     "kv_cache": "fw generate path/to/model kv_cache=$NAME",
     "logger": "fw train config.yaml 'logger=[csv, $NAME]'",
     "launcher": "fw train config.yaml launcher=$NAME launch.devices=2",
+    "sharding": "fw train config.yaml sharding=$NAME launch.devices=2",
 }
 _PYPROJECT = """[build-system]
 requires = ["setuptools>=68"]
@@ -72,22 +72,16 @@ class Scaffold:
     files: tuple[str, ...]
 
 
-def kinds() -> list[str]:
-    """Those that there is an example of."""
-    return [kind for kind in KINDS if (_TEMPLATES / f"{kind}.txt").is_file()]
-
-
 def write(kind: str, name: str, directory: Path | None = None) -> Scaffold:
     """A package with a plugin.
 
     Args:
+        kind: one of :data:`fw.kinds.KINDS`.
         directory: of the package itself; ``fw-NAME`` beside where one is, if left out.
 
     Raises:
-        UserError: there is no example of the kind, the name is no name or taken, or the directory is not empty.
+        UserError: the name is no name or taken, or the directory is not empty.
     """
-    if kind not in kinds():
-        raise UserError(f"there is no example of '{kind}' to begin from yet; its contract is in fw.api (there are: {', '.join(kinds())})")
     if not _NAME.fullmatch(name):
         raise UserError(f"'{name}' is no name for a plugin; it is of letters, digits, '-' and '_', like my-{kind.replace('_', '-')}")
     if taken := registry.entries(kind, name):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from itertools import combinations
+from collections.abc import Sequence
+from itertools import combinations, product
 
 from fw.support.matrix import APART, Matrix, Status
 
@@ -23,6 +24,60 @@ def totals(matrix: Matrix) -> Counter[Status]:
 def in_words(found: Counter[Status]) -> str:
     """Like "2760 pairs: 2600 proven, 160 refused"."""
     return f"{found.total()} pairs: {', '.join(f'{found[status]} {status}' for status in _ORDER if found[status])}"
+
+
+def pairs(matrix: Matrix, kinds: Sequence[str] = ()) -> list[dict[str, str | None]]:
+    """Of two kinds, or of each two there are: the pair, its status and, where it is refused, the sentence."""
+    found = []
+    for one, other in combinations(kinds or matrix.kinds, 2):
+        for a, b in product(matrix.kinds[one], matrix.kinds[other]):
+            pair = (one, a), (other, b)
+            status = matrix.status(*pair)
+            found.append({one: a, other: b, "status": status, "sentence": matrix.refusal(*pair) if status == "refused" else None})
+    return found
+
+
+MARKS: dict[Status, str] = {"proven": "+", "refused": "x", "independent": "·", "untested": "?"}
+_WORDS = {"proven": "a run had both", "refused": "see below", "independent": "they never meet in a run", "untested": "nobody knows"}
+
+
+def overview(matrix: Matrix) -> str:
+    """How many pairs of each two kinds are refused, and the totals."""
+    kinds = list(matrix.kinds)
+    lines = ["refused pairs of two kinds; + where every other one is proven and none is refused, · where the two never meet", ""]
+    lines.append(" " * 16 + "".join(f"{column:4}" for column in range(1, len(kinds))))
+    for row, one in enumerate(kinds):
+        found = [counts(matrix, other, one) for other in kinds[:row]]
+        lines.append(f"{row + 1:2} {one:13}" + "".join(f"{_short(each):>4}" for each in found))
+    total = in_words(totals(matrix))
+    return "\n".join([*lines, "", f"{total}, by {matrix.runs} runs", "fw plugins matrix KIND KIND prints two kinds name by name"])
+
+
+def _short(found: Counter[Status]) -> str:
+    if found["untested"]:
+        return MARKS["untested"]
+    return str(found["refused"] or MARKS["proven" if found["proven"] else "independent"])
+
+
+def two_kinds(matrix: Matrix, one: str, other: str) -> str:
+    """Name by name, then what is refused and why."""
+    if len("".join(matrix.kinds[one])) < len("".join(matrix.kinds[other])):
+        one, other = other, one
+    rows, columns = matrix.kinds[one], matrix.kinds[other]
+    width = max(map(len, [*rows, f"{one} \\ {other}"])) + 2
+    lines = [f"{one} \\ {other}".ljust(width) + "  ".join(columns)]
+    for a in rows:
+        marks = [MARKS[matrix.status((one, a), (other, b))].ljust(len(b)) for b in columns]
+        lines.append((a.ljust(width) + "  ".join(marks)).rstrip())
+    refused: dict[str, list[str]] = {}
+    for pair in pairs(matrix, (one, other)):
+        if pair["sentence"] is not None:
+            refused.setdefault(pair["sentence"], []).append(f"{one} '{pair[one]}' with {other} '{pair[other]}'")
+    found = counts(matrix, one, other)
+    lines += ["", *(f"{MARKS[status]} {status}: {_WORDS[status]}" for status in _ORDER if found[status])]
+    for sentence, of in refused.items():
+        lines += ["", *(f"x {pair}" for pair in of), f"  {sentence}"]
+    return "\n".join([*lines, "", in_words(found)])
 
 
 _PAGE = """# Which plugins work together

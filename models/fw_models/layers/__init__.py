@@ -9,7 +9,7 @@ from fw_models.layers.mlp import ACTIVATIONS, GatedMLP
 from fw_models.layers.moe import MoE, balance_loss
 from fw_models.layers.norm import RMSNorm, ShiftedRMSNorm
 from fw_models.layers.prompt import prepend
-from fw_models.layers.rope import Angles, Rope, RopeScaling, positions, rotate
+from fw_models.layers.rope import Angles, Rope, RopeScaling, rotate
 
 __all__ = [
     "ACTIVATIONS",
@@ -23,7 +23,6 @@ __all__ = [
     "RopeScaling",
     "ShiftedRMSNorm",
     "balance_loss",
-    "positions",
     "prepend",
     "rotate",
 ]

@@ -168,13 +168,3 @@ def rotate(x_BNLH: Tensor, angles: Angles) -> Tensor:
     first, second = x_BNLH.chunk(2, dim=-1)
     turned_BNLH = torch.cat((-second, first), dim=-1)
     return x_BNLH * cos_B1LH.to(x_BNLH.dtype) + turned_BNLH * sin_B1LH.to(x_BNLH.dtype)
-
-
-def positions(ids_BL: Tensor, segments_BL: Tensor | None) -> Tensor:
-    """0 … L-1, ``[1, L]``; with segments ``[B, L]``, counted anew where a segment begins."""
-    at_1L = torch.arange(ids_BL.shape[1], device=ids_BL.device)[None]
-    if segments_BL is None:
-        return at_1L
-    begins_BL = torch.ones_like(segments_BL, dtype=torch.bool)
-    begins_BL[:, 1:] = segments_BL[:, 1:] != segments_BL[:, :-1]
-    return at_1L - torch.where(begins_BL, at_1L, 0).cummax(dim=1).values

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fw.api import AttentionPlugin, CausalLM, Pattern, RunError, UserError, planned_gpu
-from fw_models.layers import positions
+from fw.api import AttentionPlugin, CausalLM, Pattern, RunError, UserError, planned_gpu, positions
 from fw_plugins.sharding import ring_attention
 from fw_plugins.sharding.collectives import all_gather, all_reduce, exchange
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fw.api import AttentionPlugin, CausalLM, HFTensor, Init, KVShape, LinearHead, ModelPlugin, Pattern, Readout, UserError
+from fw.api import AttentionPlugin, CausalLM, HFTensor, KVShape, LinearHead, ModelPlugin, Pattern, Readout, UserError
 
 
 @dataclass
@@ -121,15 +121,6 @@ class Transformer(CausalLM):
     @property
     def kv_shapes(self) -> list[KVShape]:
         return [KVShape(self.c.num_attention_heads, self.c.hidden_size // self.c.num_attention_heads)] * self.c.num_hidden_layers
-
-    def init(self, name: str) -> Init:
-        """Norms begin at one, biases at zero, all else normally."""
-        if name.endswith("bias"):
-            return Init()
-        return Init(value=1.0) if "norm" in name else Init(std=0.02)
-
-    def undecayed(self) -> frozenset[str]:
-        return frozenset(name for name, p in self.named_parameters() if p.dim() < 2 or name.startswith("embed_in"))
 
     def flops_per_token(self, sequence_length: int) -> float:
         """Six for each weight that multiplies, and attention's (Chowdhery et al. 2022, https://arxiv.org/abs/2204.02311, appendix B)."""
