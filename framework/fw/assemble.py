@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -193,8 +194,9 @@ def check(recipe: Recipe, vocab_size: int, device: torch.device, rows: Rows | No
         build_beside(recipe, vocab_size, spec, recipe.attention)
         recipe.optimizer.check(spec.device_type, spec.offload)
     except UserError as error:
-        section = str(error).partition(".")[0]  # the option that is at fault is named first
-        raise UserError(f"{recipe.config.origin((section if section in recipe.tree else 'sharding',))}: {error}") from None
+        named = re.match(r"\w+", str(error))  # the section or option at fault comes first
+        section = named[0] if named and named[0] in recipe.tree else "sharding"
+        raise UserError(f"{recipe.config.origin((section,))}: {error}") from None
 
 
 def values(model: CausalLM, seed: int, checkpoint: Reader | None, weights: Path | None) -> Give:

@@ -42,7 +42,9 @@ def _named(kind: str, *names: str, **more: Any) -> dict[str, Choice]:
 _SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
 _VOCABULARY = 259
 """Of the tokenizer in `base`, and so of everything: a student and its teacher have the same."""
-_LORA = {"peft": {"name": "lora", "targets": ["all-linear"]}}
+_TARGETS = [r".*\.(o_proj|c_proj)"]
+"""Those that have this name and not all layers: fp8 computes the others."""
+_LORA = {"peft": {"name": "lora", "targets": _TARGETS}}
 _HOST = {"optimizer": "cpu", "gradients": "cpu"}
 _FILES = {"tokenizer": "base"}
 
@@ -92,11 +94,11 @@ PARTS: dict[str, dict[str, Choice]] = {
         "gradients to the host": Choice({"offload": _HOST}),
         "activations to the host": Choice({"offload": {"activations": "cpu"}}),
         "activations to files": Choice({"offload": {"activations": "nvme", "path": "away"}}),
-        "parameters to the host": Choice({"offload": {"params": "cpu", **_HOST}}),
+        "parameters to the host": Choice({"offload": {"params": "cpu", **_HOST}}, {"sharding": "fsdp", "launch": {"devices": 2}}),
     },
     "peft": {
-        **_named("peft", "none", "adapter"),
-        **_named("peft", "lora", "dora", "ia3", targets=["all-linear"]),
+        **_named("peft", "none"),
+        **_named("peft", "adapter", "lora", "dora", "ia3", targets=_TARGETS),
         **_named("peft", "prompt", tokens=3),
         **_named("peft", "hf_peft", type="LOHA", config={"r": 4}),
     },

@@ -8,7 +8,9 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
@@ -96,22 +98,29 @@ def _fw(files: Path, place: Path, *words: str) -> Outcome:
 def reason(
     run: Run, row: Mapping[str, str], outcome: Outcome, files: Path, place: Path, known: Collection[frozenset[Level]]
 ) -> frozenset[Level]:
-    """The least of a refused row that is refused with the same sentence: one level beside usual ones, two, or three."""
+    """The least of a refused row that is refused with the same sentence: one level beside usual ones, two, or three.
+
+    Those are tried first that the sentence has words of.
+    """
     words = set(re.findall(r"[a-z_0-9]+", outcome.sentence.lower()))
 
     def mentioned(some: tuple[Level, ...]) -> int:
         said = [word for part, name in some for word in (part, *re.findall(r"[a-z_0-9]+", name.lower()))]
         return -sum(word in words for word in said)
 
-    count = 0
-    for size in (1, 2, 3):
-        for some in sorted(combinations(row.items(), size), key=mentioned)[: 200 if size < 3 else 60]:
-            if frozenset(some) in known:
-                continue
-            count += 1
-            (own := place / str(count)).mkdir(parents=True)
-            if run(dict(some), files, own).sentence == outcome.sentence:
-                return frozenset(some)
+    def refused(some: Collection[Level]) -> bool:
+        return run(dict(some), files, Path(tempfile.mkdtemp(dir=place))).sentence == outcome.sentence
+
+    some = [[*of] for size in (2, 3) for of in sorted(combinations(row.items(), size), key=mentioned)[:200] if frozenset(of) not in known]
+    with ThreadPoolExecutor(cores()) as pool:
+        for begin in range(0, len(some), cores()):
+            now = some[begin : begin + cores()]
+            if found := [of for of, same in zip(now, pool.map(refused, now), strict=True) if same]:
+                least = found[0]
+                for level in found[0]:
+                    rest = [other for other in least if other != level]
+                    least = rest if rest and frozenset(rest) not in known and refused(rest) else least
+                return frozenset(least)
     raise AssertionError(f"only all of it together is refused: {dict(row)}\n{outcome.sentence}")
 
 

@@ -1,13 +1,136 @@
-"""Rows in which every pair is, and what is concluded from them."""
+"""What is said of pairs of plugins: that nothing is left out, and a tenth of the runs again that say so."""
 
 from __future__ import annotations
 
+import json
 import random
+import re
+from itertools import combinations, product
+from pathlib import Path
 
 import pytest
+import yaml
 
-from fw.support.matrix import Matrix, Refusal, Runs
+from conftest import fw
+from fw import registry
+from fw.kinds import KINDS
+from fw.support import telling
+from fw.support.matrix import APART, Matrix, Refusal, Runs
 from matrix.covering import all_pairs, cover, pairs_of
+from matrix.levels import GENERATING, PARTS, TRIPLES, prepare
+from matrix.running import generate, train
+
+ROOT = Path(__file__).parents[2]
+MATRIX = Matrix.read()
+NOT_HERE = {("attention", "flash_attn")}
+"""It wants a GPU."""
+TENTHS = 10
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("matrix") / "files"
+    place.mkdir()
+    prepare(place)
+    return place
+
+
+def tenth(of: list) -> list:
+    """The same ones each time, spread over all."""
+    return of[:: max(1, len(of) // max(1, round(len(of) / TENTHS)))]
+
+
+def test_every_plugin_of_fws_own_is_in_it():
+    presets = {name for name in (entry.name for entry in registry.entries("model")) if re.search(r"[-.]", name)}
+    own = {(kind, entry.name) for kind in KINDS for entry in registry.entries(kind) if entry.distribution == registry.OWN}
+    told = {(kind, name.partition(",")[0]) for kind, names in MATRIX.kinds.items() for name in names}
+    left_out = {each for each in own - told if each[1] not in presets and each[0] != "offload"}
+    assert left_out == NOT_HERE, "offload is one plugin, of which options are told"
+    assert {kind: list(names) for kind, names in PARTS.items()} == MATRIX.training.kinds
+    assert {kind: list(names) for kind, names in GENERATING.items()} == MATRIX.generating.kinds
+
+
+def test_no_pair_is_untested():
+    left = [
+        (one, other)
+        for a, b in combinations(MATRIX.kinds, 2)
+        for one, other in product([(a, name) for name in MATRIX.kinds[a]], [(b, name) for name in MATRIX.kinds[b]])
+        if MATRIX.status(one, other) == "untested" and one not in APART and other not in APART
+    ]
+    assert not left
+    for triple in TRIPLES:
+        refused = any(each.of <= set(triple) for each in MATRIX.training.refusals)
+        assert refused or any(set(triple) <= set(row.items()) for row in MATRIX.training.rows), triple
+
+
+def test_every_refusal_has_a_reason_and_a_way_out():
+    for each in MATRIX.refusals:
+        assert len(each.sentence) > 40 and re.search(r"because|use |set |choose|; ", each.sentence), each
+
+
+@pytest.mark.parametrize("row", tenth(list(MATRIX.training.rows)), ids=str)
+def test_a_tenth_trains_is_saved_and_goes_on(row, files, tmp_path):
+    outcome = train(row, files, tmp_path)
+    assert outcome.code == 0, outcome.told
+
+
+@pytest.mark.parametrize("row", tenth(list(MATRIX.generating.rows)), ids=str)
+def test_a_tenth_generates(row, files, tmp_path):
+    outcome = generate(row, files, tmp_path)
+    assert outcome.code == 0, outcome.told
+
+
+@pytest.mark.parametrize(
+    ("run", "refusal"),
+    [*((train, each) for each in tenth(list(MATRIX.training.refusals))), *((generate, each) for each in MATRIX.generating.refusals)],
+    ids=str,
+)
+def test_what_is_refused_is_so_with_its_sentence(run, refusal, files, tmp_path):
+    outcome = run(dict(refusal.of), files, tmp_path)
+    assert outcome.refused and outcome.sentence == refusal.sentence, outcome.told
+
+
+def test_the_page_is_what_is_known():
+    assert (ROOT / "docs" / "support-matrix.md").read_text() == telling.page(MATRIX)
+
+
+def test_ready_configs_use_nothing_that_is_refused():
+    for path in (ROOT / "configs").glob("*.yaml"):
+        tree = yaml.safe_load(path.read_text())
+        used = [
+            (kind, value if isinstance(value, str) else value.get("name")) for kind, value in tree.items() if kind in MATRIX.kinds and value
+        ]
+        for one, other in combinations(used, 2):
+            known = all(name in MATRIX.kinds[kind] for kind, name in (one, other))
+            assert not known or MATRIX.status(one, other) != "refused", (path, one, other)
+
+
+def test_the_command_prints_numbers_and_two_kinds():
+    numbers = fw("plugins", "matrix").ok().out
+    assert all(f" {kind} " in numbers for kind in MATRIX.kinds)
+    assert re.search(rf"\d+ pairs: \d+ proven, \d+ refused, \d+ independent, by {MATRIX.runs} runs", numbers)
+    told = fw("plugins", "matrix", "quantization", "peft").ok().out
+    lines = told.splitlines()
+    (header,), (nf4,) = ([line for line in lines if line.startswith(begin)] for begin in ("quantization \\ peft", "nf4 "))
+    assert [nf4[header.index(name)] for name in ("none", "lora", "dora")] == ["x", "+", "x"]
+    at = lines.index("x quantization 'nf4' with peft 'dora'")
+    assert "use peft=lora" in lines[at + 1] or "use peft=lora" in "".join(lines[at:])
+    found = json.loads(fw("plugins", "matrix", "peft", "quantization", "--json").ok().out)
+    assert {"peft": "lora", "quantization": "nf4", "status": "proven", "sentence": None} in found
+
+
+@pytest.mark.parametrize(
+    ("kinds", "sentence"),
+    [
+        (["quantization"], "takes two different kinds"),
+        (["peft", "peft"], "takes two different kinds"),
+        (["peft", "model", "data"], "takes two different kinds"),
+        (["nonsense", "peft"], "unknown kind 'nonsense'"),
+    ],
+)
+def test_the_command_refuses_other_than_two(kinds, sentence):
+    ended = fw("plugins", "matrix", *kinds)
+    assert ended.code == 2 and sentence in ended.err
 
 
 @pytest.mark.parametrize("seed", range(5))

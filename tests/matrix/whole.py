@@ -12,7 +12,7 @@ import argparse
 import json
 import sys
 import tempfile
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -59,8 +59,8 @@ class Making:
         first = [some for some in first if not any(set(some) <= set(row.items()) for row in self.rows)]
         return {pair for pair in all_pairs(self.kinds) - proven if not any(of <= pair for of in self.refusals)}, first
 
-    def go_on(self, files: Path, place: Path) -> bool:
-        """As many rows as pairs are left for; False where none were, or something went wrong."""
+    def go_on(self, files: Path, place: Path, keep: Callable[[], object]) -> bool:
+        """As many rows as pairs are left for; False where none were, or something went wrong. ``keep`` is called whenever more is known."""
         wanted, first = self.left()
         if not (wanted or first) or self.defects:
             return False
@@ -72,14 +72,15 @@ class Making:
 
         with ThreadPoolExecutor(cores()) as pool:
             outcomes = list(pool.map(ran, rows))
+        self.rows += [row for row, outcome in zip(rows, outcomes, strict=True) if outcome.code == 0]
+        keep()
         for row, outcome in zip(rows, outcomes, strict=True):
-            if outcome.code == 0:
-                self.rows.append(row)
-            elif not outcome.refused:
+            if outcome.code and not outcome.refused:
                 self.defects.append(f"{json.dumps(row)}\n{outcome.told[-3000:]}")
-            elif not any(of <= set(row.items()) for of in self.refusals):
+            elif outcome.code and not any(of <= set(row.items()) for of in self.refusals):
                 of = reason(self._run, row, outcome, files, Path(tempfile.mkdtemp(dir=place)), self.refusals)
                 self.refusals[of] = outcome.sentence
+                keep()
                 print(f"  {sorted(of)}: {outcome.sentence}", flush=True)
         return True
 
@@ -98,8 +99,8 @@ def main() -> int:
         (files := place / "files").mkdir()
         prepare(files)
         for making in (training, generating):
-            while making.go_on(files, place):
-                Matrix(training.made, generating.made).write()
+            while making.go_on(files, place, lambda: Matrix(training.made, generating.made).write()):
+                pass
     matrix = Matrix(training.made, generating.made)
     matrix.write()
     PAGE.write_text(page(matrix))

@@ -23,6 +23,7 @@ VERBS = {
     "profile": "measure what a run takes, by running a few steps",
     "generate": "generate text with a model: one answer, or a file of them",
     "chat": "talk with a model",
+    "eval": "say what a model is worth: losses of texts, tasks of the evaluation harness",
     "serve": "serve a model over HTTP, by OpenAI's interface",
     "launch": "hand a run to a cluster: SLURM, Kubernetes",
     "data": "look at data as a run reads it",

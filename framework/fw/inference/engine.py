@@ -169,11 +169,11 @@ class Engine:
         ready: list[tuple[Answer, Tensor]] = []
         guessed: list[tuple[Answer, Tensor]] = []
         ended_at_once: list[Answer] = []
-        for (answer, stretch), rows_RV in zip(taken, logits, strict=True):
+        for (answer, stretch), piece, rows_RV in zip(taken, pieces, logits, strict=True):
             if answer.request.pooling is not None:
                 _pool(answer.request, rows_RV, begins=stretch.start == 0)
             elif answer.request.wants_prompt:
-                _tell_prompt(answer.request, stretch, rows_RV)
+                _tell_prompt(answer.request, stretch.start + piece.wanted.start, rows_RV)
             if answer.remaining == 0 and answer.request.limit == 0:
                 ended_at_once += self._all_of(answer)
             elif answer.remaining == 0:
@@ -316,15 +316,17 @@ class Engine:
 
 
 def _piece(answer: Answer, stretch: Stretch) -> Piece:
-    """All rows where log-probabilities of the prompt are wanted, else the last one where it is the last of all."""
+    """Rows of which log-probabilities of the prompt are wanted, else the last one where it is the last of all."""
     last = stretch.end >= len(answer.tokens)
     guesses = max(0, stretch.end - len(answer.tokens))
     tokens = [*answer.tokens[stretch.start : stretch.end], *answer.guessed[:guesses]]
     if (pooling := answer.request.pooling) is not None:
         first = 0 if pooling == "mean" else stretch.length - last
         return Piece(stretch, tokens, range(0), answer.request.adapter, range(first, stretch.length))
-    wanted = range(0 if answer.request.wants_prompt else stretch.length - last - guesses, stretch.length)
-    return Piece(stretch, tokens, wanted, answer.request.adapter)
+    first = stretch.length - last - guesses
+    if answer.request.wants_prompt:
+        first = min(first, max(0, answer.request.sampling.prompt_logprobs_from - 1 - stretch.start))
+    return Piece(stretch, tokens, range(first, stretch.length), answer.request.adapter)
 
 
 def _pool(request: Request, rows_RD: Tensor, begins: bool) -> None:
@@ -344,13 +346,20 @@ def _embedding(request: Request) -> list[float]:
     return mean_D.tolist()
 
 
-def _tell_prompt(request: Request, stretch: Stretch, rows_RV: Tensor) -> None:
-    """Log-probabilities of the tokens that follow the stretch's, as far as they are the prompt's and not known yet."""
-    known = len(request.prompt_logprobs.chosen)
-    for row in range(max(0, known - stretch.start), min(stretch.length, len(request.prompt) - 1 - stretch.start)):
-        logprobs_V = rows_RV[row].log_softmax(-1)
-        chosen = float(logprobs_V[request.prompt[stretch.start + row + 1]])
-        _tell(request.prompt_logprobs, logprobs_V, chosen, request.sampling.prompt_logprobs or 0)
+def _tell_prompt(request: Request, begin: int, rows_RV: Tensor) -> None:
+    """Log-probabilities of the tokens that follow those at ``begin`` and after, as far as they are the prompt's and not known yet."""
+    told, top = request.prompt_logprobs, request.sampling.prompt_logprobs or 0
+    first = request.sampling.prompt_logprobs_from + len(told.chosen)
+    rows_RV = rows_RV[max(0, first - 1 - begin) : max(0, len(request.prompt) - 1 - begin)]
+    if not len(rows_RV):
+        return
+    ids_R1 = torch.tensor(request.prompt[first : first + len(rows_RV)], device=rows_RV.device)[:, None]
+    norms_R1 = rows_RV.logsumexp(-1, keepdim=True)
+    told.chosen += (rows_RV.gather(-1, ids_R1) - norms_R1).flatten().tolist()
+    if top:
+        values_Rt, likeliest_Rt = rows_RV.topk(min(top, rows_RV.shape[-1]))
+        both = zip(likeliest_Rt.tolist(), (values_Rt - norms_R1).tolist(), strict=True)
+        told.top += [dict(zip(ids, values, strict=True)) for ids, values in both]
 
 
 def _tell(told: Logprobs, logprobs_V: Tensor, chosen: float, top: int) -> None:

@@ -35,6 +35,7 @@ _SAME = (
     "stop_token_ids",
     "logit_bias",
     "prompt_logprobs",
+    "prompt_logprobs_from",
     "json_schema",
     "regex",
     "grammar",

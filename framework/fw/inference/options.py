@@ -41,6 +41,7 @@ class Sampling:
         logprobs: log-probabilities of the tokens, and of so many likeliest in their place; None for none. They are the model's own, before
             temperature and all else.
         prompt_logprobs: the same of the prompt's tokens.
+        prompt_logprobs_from: the first of these, counted from 0; what is before it need not be computed again where others have had it.
         json_schema: the answer is JSON by this schema (an object, or its text); ``{}`` for any JSON.
         regex: the answer is what this regular expression matches as a whole, in the syntax of Rust's crate regex.
         grammar: the answer is of this grammar, in llguidance's dialect of Lark.
@@ -65,6 +66,7 @@ class Sampling:
     skip_special_tokens: bool = True
     logprobs: int | None = 0
     prompt_logprobs: int | None = None
+    prompt_logprobs_from: int = 1
     json_schema: Mapping[str, Any] | str | None = None
     regex: str | None = None
     grammar: str | None = None
@@ -88,6 +90,7 @@ class Sampling:
             ("skip_special_tokens", bool, 0, 1),
             ("logprobs", int, 0, math.inf),
             ("prompt_logprobs", int, 0, math.inf),
+            ("prompt_logprobs_from", int, 1, math.inf),
         ):
             value = getattr(self, name)
             if value is None and name in _MAY_BE_NONE:

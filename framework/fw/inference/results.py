@@ -59,7 +59,8 @@ class Result:
 
     Attributes:
         prompt_token_ids: of the prompt.
-        prompt_logprobs: of its tokens from the second on, where they were asked for; likewise ``prompt_top_logprobs``.
+        prompt_logprobs: of its tokens from the second on, or from ``prompt_logprobs_from`` on, where they were asked for; likewise
+            ``prompt_top_logprobs``.
         cached_tokens: of the prompt, that others had computed.
         embedding: of the prompt, where that was asked for; else empty.
         error: why an answer could not go on; None where all ended as they should.

@@ -104,8 +104,8 @@ class Scheduler:
     def _begin(self, answer: Answer) -> None:
         """With what the cache knows of it."""
         request = answer.request
-        if not request.needs_all:
-            answer.computed = self.cache.reuse(answer.number, answer.tokens, request.salt)
+        if first := answer.tokens[: request.reusable]:
+            answer.computed = self.cache.reuse(answer.number, first, request.salt)
             if not request.begun:
                 request.cached = answer.computed
 

@@ -67,12 +67,16 @@ class Request:
     @property
     def wants_prompt(self) -> bool:
         """Whether log-probabilities of its prompt are asked for, and not there yet; the first token has none."""
-        return self.sampling.prompt_logprobs is not None and len(self.prompt_logprobs.chosen) < len(self.prompt) - 1
+        if self.sampling.prompt_logprobs is None:
+            return False
+        return self.sampling.prompt_logprobs_from + len(self.prompt_logprobs.chosen) < len(self.prompt)
 
     @property
-    def needs_all(self) -> bool:
-        """Whether each token of its prompt is to be computed, known or not."""
-        return self.wants_prompt or self.pooling == "mean"
+    def reusable(self) -> int | None:
+        """Of how many of the first tokens all but the last may be known and not computed again; None for all there are."""
+        if self.pooling == "mean":
+            return 0
+        return self.sampling.prompt_logprobs_from if self.wants_prompt else None
 
     @property
     def order(self) -> tuple[int, int]:

@@ -60,13 +60,14 @@ class ObjectivePlugin(Plugin):
 
     @abstractmethod
     def count(self, batch: Mapping[str, Tensor]) -> int:
-        """What the loss is averaged over, usually target tokens. Called on the host for every micro-batch of a step, before forward."""
+        """What the loss is averaged over, usually target tokens. Called on every rank for every micro-batch of a step, before forward; the
+        tensors, ``[B, L]`` as :data:`fw.kinds.data.Sample` has them by rows, are on the host."""
 
     @abstractmethod
     def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         """Forward and the loss summed over the batch: a scalar in fp32 with a graph. ``model`` may be wrapped: call it only.
 
-        It takes the batch's ``input_ids``, and ``positions`` and ``segments`` where there are any, as :class:`fw.kinds.model.CausalLM`
-        does. Logits may be divided between ranks along the vocabulary: then ``cross_entropy`` is computed so, and other operations as
-        DTensors do.
+        Called on every rank, in training and validation; the batch is on the model's device. The model takes the batch's ``input_ids``, and
+        ``positions`` and ``segments`` where there are any, as :class:`fw.kinds.model.CausalLM` does. Logits may be divided between ranks
+        along the vocabulary: then ``cross_entropy`` is computed so, and other operations as DTensors do.
         """

@@ -55,4 +55,7 @@ class SchedulePlugin(Plugin):
 
     @abstractmethod
     def factor(self, step: int, total_steps: int) -> float:
-        """What the optimizer's learning rate is multiplied by at ``step``, counted from 0, of a run of ``total_steps``."""
+        """What the optimizer's learning rate is multiplied by at ``step``, counted from 0, of a run of ``total_steps``.
+
+        Called on every rank, and by a plan, for any step: it must depend on nothing else.
+        """
