@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from conftest import environment
+from fw import scaffold
 
 SOUND = '''
 """An optimizer."""
@@ -92,9 +93,50 @@ WRONG = {
 }
 
 
+OTHERS = {
+    "peft: what trains and nothing sees": (
+        "peft",
+        "        if not trained:",
+        "        model.unseen = __import__('torch').nn.Parameter(__import__('torch').zeros(3))\n"
+        "        trained['unseen'] = HFTensor('base_model.model.unseen')\n        if not trained:",
+        "test_everything_that_trains_is_seen_by_the_loss",
+    ),
+    "data: samples that are a view of what is kept": (
+        "data",
+        "ids = torch.arange(index, index + self._length + 1) % self._numbers",
+        "ids = self.__dict__.setdefault('kept', {}).setdefault(index, torch.arange(index + 1, index + self._length + 2) % self._numbers)",
+        "test_a_sample_that_somebody_changes_is_whole_the_next_time",
+    ),
+    "data: what differs each time": (
+        "data",
+        'f"${NAME}-{number}"'.replace("${NAME}", "tried"),
+        'f"tried-{id(text)}"',
+        "test_what_was_prepared_is_not_made_again",
+    ),
+    "objective: a mean instead of a sum": ("objective", 'reduction="sum"', 'reduction="mean"', "test_gradients_add_up_as_the_sums_do"),
+    "checkpoint: what damages nobody finds": (
+        "checkpoint",
+        "    def optimizer(self, parameters):",
+        "    def damages(self, share=(0, 1), progress=print):\n        return []\n\n    def optimizer(self, parameters):",
+        "test_what_is_written_is_told_whole_and_what_is_damaged_by_name",
+    ),
+    "checkpoint: state of half of the parameters": (
+        "checkpoint",
+        'return PlacedTensors(TensorFiles(self.place, "optimizer"), parameters)',
+        'whole = PlacedTensors(TensorFiles(self.place, "optimizer"), parameters)\n'
+        "        return {path: whole[path] for path in list(whole)[::5]}",
+        "test_weights_and_state_come_back_as_they_went",
+    ),
+}
+
+
 def check(place: Path, source: str, capabilities: str, *words: str) -> subprocess.CompletedProcess[str]:
     (place / "tried.py").write_text(source)
     (place / "test_tried.py").write_text(TEST.format(capabilities=capabilities))
+    return pytest_of(place, *words)
+
+
+def pytest_of(place: Path, *words: str) -> subprocess.CompletedProcess[str]:
     tests = Path(__file__).parent
     paths = f"{tests}:{tests.parent}"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "warm", "-p", "no:cacheprovider", "test_tried.py", *words]
@@ -111,6 +153,20 @@ def test_what_is_wrong_is_found(tmp_path: Path, what: str) -> None:
     before, after, test = WRONG[what]
     assert before in SOUND
     ended = check(tmp_path, SOUND.replace(before, after, 1), "None", "-k", test.removeprefix("test_"))
+    assert ended.returncode == 1 and f"::{test}" in ended.stdout, ended.stdout + ended.stderr
+
+
+@pytest.mark.parametrize("what", OTHERS)
+def test_what_is_wrong_in_other_kinds_is_found(tmp_path: Path, what: str) -> None:
+    kind, before, after, test = OTHERS[what]
+    scaffold.write(kind, "tried", tmp_path / "package")
+    (source,) = (tmp_path / "package").glob("fw_*.py")
+    text = source.read_text()
+    assert before in text
+    (tmp_path / "tried.py").write_text(text.replace(before, after, 1) + "\n\nimport fw\n\nfw.register('tried')(Tried)\n")
+    suite = {"data": "DataSuite", "peft": "PeftSuite", "objective": "ObjectiveSuite", "checkpoint": "CheckpointSuite"}[kind]
+    (tmp_path / "test_tried.py").write_text(TEST.replace("OptimizerSuite", suite).format(capabilities="None"))
+    ended = pytest_of(tmp_path, "-k", test.removeprefix("test_"))
     assert ended.returncode == 1 and f"::{test}" in ended.stdout, ended.stdout + ended.stderr
 
 

@@ -2,9 +2,10 @@
 
 from fw.testing.attention import AttentionSuite
 from fw.testing.building import from_file
+from fw.testing.checkpoint import CheckpointSuite
 from fw.testing.kv_cache import KVCacheSuite
 from fw.testing.launcher import LauncherSuite
-from fw.testing.model_to_metrics import CheckpointSuite, DataSuite, LoggerSuite, ModelSuite, ObjectiveSuite
+from fw.testing.model_to_metrics import DataSuite, LoggerSuite, ModelSuite, ObjectiveSuite
 from fw.testing.optimizer import OptimizerSuite
 from fw.testing.probe import Probe
 from fw.testing.running import Run, Runs

@@ -1,9 +1,8 @@
-"""Tests of what a run is of and what comes of it: model, data, objective, logger, checkpoint."""
+"""Tests of what a run is of and what comes of it: model, data, objective, logger."""
 
 from __future__ import annotations
 
 import csv
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
@@ -13,6 +12,7 @@ import torch
 from torch import nn
 
 from fw.api import IGNORED
+from fw.kinds.data import VaryingSamples
 from fw.testing.models import LENGTH, VOCABULARY, ids, small_llama, with_values
 from fw.testing.running import Run, Runs, merged, near
 from fw.testing.trained import TrainedSuite
@@ -97,6 +97,33 @@ class DataSuite(TrainedSuite):
             told = labels[labels != IGNORED]
             assert told.numel() == 0 or (int(told.min()) >= 0 and int(told.max()) < corpus.tokenizer.vocab_size)
 
+    def test_what_was_prepared_is_not_made_again(self) -> None:
+        made = self.make()
+        made.prepare(lambda text: None)
+        first = made.open(32)
+        made.prepare(lambda text: None)
+        assert made.open(32).fingerprint == first.fingerprint
+
+    def test_a_sample_that_somebody_changes_is_whole_the_next_time(self) -> None:
+        corpus = self.opened()
+        before = corpus.train[0]["input_ids"].clone()
+        corpus.train[0]["input_ids"].fill_(0)
+        assert torch.equal(corpus.train[0]["input_ids"], before), "a sample is the reader's own, or workers would share it"
+
+    def test_lengths_are_known_without_reading(self) -> None:
+        corpus = self.opened()
+        if not isinstance(corpus.train, VaryingSamples):
+            assert {len(corpus.train[index]["input_ids"]) for index in range(min(5, len(corpus.train)))} == {32}
+            return
+        for index in {0, len(corpus.train) // 2, len(corpus.train) - 1}:
+            assert len(corpus.train[index]["input_ids"]) == corpus.train.lengths[index]
+
+    def test_the_tokenizer_reads_back_what_it_wrote(self) -> None:
+        corpus = self.opened()
+        text = corpus.val_text()[0][:200]
+        again = corpus.tokenizer.encode(corpus.tokenizer.decode(corpus.tokenizer.encode(text), skip_special_tokens=True))
+        assert again == corpus.tokenizer.encode(text) and all(0 <= token < corpus.tokenizer.vocab_size for token in again)
+
     def test_samples_are_the_same_whenever_and_in_whatever_order_they_are_read(self) -> None:
         one, other = self.opened(), self.opened()
         assert one.fingerprint == other.fingerprint and len(one.train) == len(other.train)
@@ -129,6 +156,19 @@ class ObjectiveSuite(TrainedSuite):
         torch.testing.assert_close(sum(self.loss(model, part) for part in parts), whole, rtol=1e-5, atol=1e-5)
         assert sum(self.make().count(part) for part in parts) == self.make().count(batch) > 0
 
+    def test_gradients_add_up_as_the_sums_do(self) -> None:
+        batch = self.batch()
+        parts = [{key: value[begin : begin + 2] for key, value in batch.items()} for begin in (0, 2)]
+        gradients = []
+        for some in ([batch], parts):
+            model = with_values(small_llama())
+            for each in some:
+                self.loss(model, each).backward()
+            gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
+        for name, gradient in gradients[0].items():
+            assert gradient is not None and gradient.isfinite().all(), f"{name} has no gradient, or none that is a number"
+            torch.testing.assert_close(gradients[1][name], gradient, rtol=1e-4, atol=1e-5)
+
     def test_what_is_to_be_ignored_is(self) -> None:
         model, batch = with_values(small_llama()), self.batch()
         nothing = {**batch, "labels": torch.full_like(batch["labels"], IGNORED)}
@@ -156,33 +196,3 @@ class LoggerSuite(TrainedSuite):
         if self.entry.name == "csv":
             found["logger"] = [self.choice]
         return found
-
-
-class CheckpointSuite(TrainedSuite):
-    """How state reaches a disk: what comes back is what went, damage is told, and what is newest is whole."""
-
-    def saved(self, runs: Runs) -> Run:
-        """A run with two checkpoints."""
-        return runs.train("saved", merged(self._halves, {"train": {"max_steps": 4, "save_every": 2}})).ok()
-
-    def test_a_damaged_one_is_not_gone_on_from(self, runs: Runs) -> None:
-        """The largest file of the newest loses a byte: the run goes on from the one before, or says what is wrong."""
-        run = self.saved(runs)
-        newest = (run.directory / "checkpoints" / "step-00000004").resolve()
-        assert newest.is_dir(), run.told
-        largest = max((path for path in newest.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
-        content = bytearray(largest.read_bytes())
-        content[len(content) // 2] ^= 1
-        largest.write_bytes(content)
-        resumed = runs.train("saved", merged(self._halves, {"resume": "auto"}))
-        assert resumed.code == 2 or (resumed.code == 0 and len(resumed.losses) == 6), resumed.told
-        if resumed.code == 0:
-            straight = runs.train("straight", self._halves).ok()
-            assert near(resumed.losses, straight.losses, 0.0)
-        assert largest.name in resumed.told or newest.name in resumed.told, "which one is damaged is said"
-
-    def test_old_ones_go_as_asked(self, runs: Runs) -> None:
-        keeps = {self.plugin.kind: {**self.choice, "keep_last": 1}}
-        run = runs.train("few", merged(self._halves, {**keeps, "train": {"max_steps": 6, "save_every": 2}})).ok()
-        steps = [path.name for path in (run.directory / "checkpoints").iterdir() if re.fullmatch(r"step-\d+", path.name)]
-        assert steps == ["step-00000006"], steps

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -16,9 +19,14 @@ VOCABULARY, LENGTH = 64, 16
 def small_llama(attention: AttentionPlugin | None = None) -> CausalLM:
     """Two blocks on the meta device, two query heads to each key head."""
     sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 24}
-    plugin = make(ModelPlugin, "llama", **sizes)
+    return small_llama_of({"name": "llama", **sizes}, VOCABULARY, attention)
+
+
+def small_llama_of(section: Mapping[str, Any], vocabulary: int, attention: AttentionPlugin | None = None) -> CausalLM:
+    """As a config's section says, on the meta device."""
+    plugin = make(ModelPlugin, section["name"], **{key: value for key, value in section.items() if key != "name"})
     with torch.device("meta"):
-        return plugin.build(VOCABULARY, LENGTH, attention or make(AttentionPlugin, "eager"))
+        return plugin.build(vocabulary, LENGTH, attention or make(AttentionPlugin, "eager"))
 
 
 def with_values(model: CausalLM) -> CausalLM:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+import pytest
 import torch
 from safetensors import safe_open
 
@@ -142,6 +144,55 @@ class PeftSuite(TrainedSuite):
         moved = {name for name, parameter in model.named_parameters() if not torch.equal(parameter, before[name])}
         assert moved and moved <= trains
         assert adapters is None or len(trains) < len(before)
+
+    def test_everything_that_trains_is_seen_by_the_loss(self) -> None:
+        """Whatever it begins with, not only the zeros that some of it may begin as."""
+        model = small_llama()
+        with torch.device("meta"):
+            model.adapters = self.make().apply(model)
+        with_values(model)
+        generator = torch.Generator().manual_seed(0)
+        trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        with torch.no_grad():
+            for parameter in trained.values():
+                parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+        model(ids()).logsumexp(-1).sum().backward()
+        unseen = [name for name, parameter in trained.items() if parameter.grad is None or not parameter.grad.any()]
+        assert not unseen, f"no gradient: {', '.join(unseen)}"
+
+    def test_a_checkpoint_holds_what_trains_and_says_what_it_is(self, runs: Runs) -> None:
+        step = runs.train("saved", merged(self._halves, {"train": {"max_steps": 3, "save_every": 3}})).ok().directory
+        step = step / "checkpoints" / "latest"
+        if not (step / "adapter_model.safetensors").exists():
+            with safe_open(step / "model.safetensors", "pt") as file:
+                assert file.keys(), "all of the model trains"
+            return
+        model = small_llama()
+        with torch.device("meta"):
+            adapters = self.make().apply(model)
+        assert adapters is not None and set(adapters.tensors) >= {n for n, p in model.named_parameters() if p.requires_grad}
+        with safe_open(step / "adapter_model.safetensors", "pt") as file:
+            assert len(file.keys()) == len(adapters.tensors), "of a model of as many blocks"
+        assert not (step / "model.safetensors").exists()
+        assert json.loads((step / "adapter_config.json").read_text()).get("peft_type") == adapters.config.get("peft_type")
+
+    def test_changes_of_low_rank_are_what_it_says(self) -> None:
+        """Added to the weights, they give what the adapters beside them do."""
+        model, plain = small_llama(), with_values(small_llama())
+        plugin = self.make()
+        with torch.device("meta"):
+            model.adapters = plugin.apply(model)
+        with_values(model)
+        if (changes := plugin.low_rank(model)) is None:
+            pytest.skip("not all that it adds is of low rank")
+        generator = torch.Generator().manual_seed(0)
+        parameters = dict(model.named_parameters())
+        with torch.no_grad():
+            for name, change in changes.items():
+                up, down = parameters[change.up], parameters[change.down]
+                up.copy_(torch.randn(up.shape, generator=generator))
+                plain.get_submodule(name).weight.add_(change.scale * up @ down)  # type: ignore[operator]
+            torch.testing.assert_close(model(ids()), plain(ids()), rtol=1e-4, atol=1e-4)
 
     def test_it_begins_where_the_base_is(self) -> None:
         plain, model = with_values(small_llama()), small_llama()
