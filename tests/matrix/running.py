@@ -24,6 +24,7 @@ from matrix.levels import config, generating
 
 _SECONDS = 300
 _REFUSED = 2
+_MOST = 4
 _PLACE = re.compile(r"^(\[rank\d+\]:)?\s*fw: error: (rank \d+ failed: )?(([\w./-]+\.yaml(:\d+)?|override \S+): )?")
 
 
@@ -98,9 +99,9 @@ def _fw(files: Path, place: Path, *words: str) -> Outcome:
 def reason(
     run: Run, row: Mapping[str, str], outcome: Outcome, files: Path, place: Path, known: Collection[frozenset[Level]]
 ) -> frozenset[Level]:
-    """The least of a refused row that is refused with the same sentence: one level beside usual ones, two, or three.
+    """The least of a refused row that is refused with the same sentence: of one level, usual ones stand beside it.
 
-    Those are tried first that the sentence has words of.
+    Three that the sentence has words of are tried first, then all of the row; what can be left out of them is.
     """
     words = set(re.findall(r"[a-z_0-9]+", outcome.sentence.lower()))
 
@@ -111,17 +112,21 @@ def reason(
     def refused(some: Collection[Level]) -> bool:
         return run(dict(some), files, Path(tempfile.mkdtemp(dir=place))).sentence == outcome.sentence
 
-    some = [[*of] for size in (2, 3) for of in sorted(combinations(row.items(), size), key=mentioned)[:200] if frozenset(of) not in known]
+    def least(levels: list[Level]) -> frozenset[Level]:
+        """Without whatever can be left out, what is not mentioned first."""
+        for level in sorted(levels, key=lambda level: -mentioned((level,))):
+            rest = [other for other in levels if other != level]
+            if rest and frozenset(rest) not in known and refused(rest):
+                levels = rest
+        return frozenset(levels)
+
+    first = sorted(combinations(row.items(), 3), key=mentioned)[: 2 * cores()]
     with ThreadPoolExecutor(cores()) as pool:
-        for begin in range(0, len(some), cores()):
-            now = some[begin : begin + cores()]
-            if found := [of for of, same in zip(now, pool.map(refused, now), strict=True) if same]:
-                least = found[0]
-                for level in found[0]:
-                    rest = [other for other in least if other != level]
-                    least = rest if rest and frozenset(rest) not in known and refused(rest) else least
-                return frozenset(least)
-    raise AssertionError(f"only all of it together is refused: {dict(row)}\n{outcome.sentence}")
+        found = [list(of) for of, same in zip(first, pool.map(refused, first), strict=True) if same]
+    of = least(found[0] if found else list(row.items()))
+    if len(of) > _MOST:
+        raise AssertionError(f"only so much together is refused: {sorted(of)}\n{outcome.sentence}")
+    return of
 
 
 def cores() -> int:
