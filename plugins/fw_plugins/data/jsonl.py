@@ -17,11 +17,13 @@ from fw.api import Corpus, DataPlugin, Say, Tokenizer, UserError, load_tokenizer
 from fw_plugins.data import conversation, sources
 from fw_plugins.data.cache import META, cached
 from fw_plugins.data.conversation import Encoded, Learnt
+from fw_plugins.data.datasets_source import DatasetRecords
 from fw_plugins.data.masked import MaskedRecords, MaskedWriter, PairedRecords
-from fw_plugins.data.records import records
+from fw_plugins.data.records import FileRecords, Source
 
 _FORMAT = 1
 _SPLITS = ("train", "val")
+_OF_A_DATASET = {"subset": "", "split": "train", "val_split": "", "revision": "", "streaming": False}
 
 
 @dataclass
@@ -32,8 +34,21 @@ class RecordsConfig:
     """Files or globs, relative to the current directory: `.jsonl` (a JSON object a line), `.jsonl.gz`, `.parquet`."""
     val_files: list[str] = field(default_factory=list)
     """The same, held out for validation; empty for a part of `files`."""
+    dataset: str = ""
+    """Instead of files, a dataset of Hugging Face's library `datasets`: `org/name` of the hub, a directory with files of it, or one that
+    `save_to_disk` wrote."""
+    subset: str = ""
+    """The dataset's configuration; empty for its default."""
+    split: str = "train"
+    """Which of the dataset's splits to train on, or a part of one: `train[:10%]`."""
+    val_split: str = ""
+    """Which of them is held out for validation; empty for a part of `split`."""
+    revision: str = ""
+    """A commit, tag or branch of the dataset on the hub; empty for the newest. With a commit nobody asks the hub once all is cached."""
+    streaming: bool = False
+    """Read the dataset's records as they come, and keep only their ids: for one that is larger than the disk."""
     val_fraction: float = 0.05
-    """Share of the records held out, by the hash of their content, where there are no val_files."""
+    """Share of the records held out, by the hash of their content, where there are neither val_files nor a val_split."""
     tokenizer: str = ""
     """A directory with a `tokenizer.json`: the model's own, `${model.path}`."""
     on_bad: Literal["stop", "skip"] = "stop"
@@ -42,8 +57,12 @@ class RecordsConfig:
     """Where ids are kept, to be memory-mapped; empty for $FW_CACHE, else fw under the user's cache directory."""
 
     def __post_init__(self) -> None:
-        if not self.files:
-            raise UserError("data.files: no files given; name some")
+        if not (self.files or self.dataset):
+            raise UserError("data.files: no files given; name some, or data.dataset")
+        if self.dataset and (self.files or self.val_files):
+            raise UserError("data.dataset: there are data.files too; leave one of them out")
+        if not self.dataset and (given := [name for name, usual in _OF_A_DATASET.items() if getattr(self, name) != usual]):
+            raise UserError(f"data.{given[0]}: is of a dataset, and there is no data.dataset")
         if not self.tokenizer:
             raise UserError("data.tokenizer: none given; name a directory with a tokenizer.json, ${model.path} for the model's own")
         if not 0 < self.val_fraction < 1:
@@ -123,12 +142,11 @@ class _Records(DataPlugin):
         """Encode the records; once per files and settings."""
         self._tokenizer = tokenizer = load_tokenizer(self.config.tokenizer)
         self._check(tokenizer)
-        files = {split: sources.find_files(names) for split, names in zip(_SPLITS, (self.config.files, self.config.val_files), strict=True)}
-        stats = [(split, str(file.resolve()), file.stat()) for split, found in files.items() for file in found]
-        content = [(split, name, stat.st_size, stat.st_mtime_ns) for split, name, stat in stats]
+        found = {split: source for split, source in zip(_SPLITS, self._sources(), strict=True) if source is not None}
+        content = [[split, *source.identity()] for split, source in found.items()]
         settings = {**asdict(self.config), "cache_dir": "", "tokenizer": tokenizer.fingerprint, "format": _FORMAT, "content": content}
         key = hashlib.sha256(json.dumps([type(self).__name__, settings], sort_keys=True).encode()).hexdigest()[:16]
-        self._directory = cached(self.config.cache_dir, f"records-{key}", lambda made: self._build(made, files, tokenizer, say))
+        self._directory = cached(self.config.cache_dir, f"records-{key}", lambda made: self._build(made, found, tokenizer, say))
 
     def open(self, sequence_length: int) -> Corpus:
         """Map what :meth:`prepare` left on disk."""
@@ -149,7 +167,19 @@ class _Records(DataPlugin):
             val_text=lambda: list(_texts(val, tokenizer)),
         )
 
-    def _build(self, directory: Path, files: Mapping[str, list[Path]], tokenizer: Tokenizer, say: Say) -> None:
+    def _sources(self) -> tuple[Source, Source | None]:
+        """Of what is trained on, and of what is held out, if that is another."""
+        c = self.config
+        if c.dataset:
+            train, val = (
+                DatasetRecords(c.dataset, c.subset, split, c.revision, c.streaming) if split else None for split in (c.split, c.val_split)
+            )
+            assert train is not None
+            return train, val
+        train_files, val_files = sources.find_files(c.files), sources.find_files(c.val_files)
+        return FileRecords(train_files), FileRecords(val_files) if val_files else None
+
+    def _build(self, directory: Path, found: Mapping[str, Source], tokenizer: Tokenizer, say: Say) -> None:
         dtype = "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
         digest = hashlib.sha256(tokenizer.fingerprint.encode())
         skipped: list[str] = []
@@ -157,9 +187,9 @@ class _Records(DataPlugin):
             writers = {
                 split: [stack.enter_context(MaskedWriter(directory, split + part, dtype)) for part in self.parts] for split in _SPLITS
             }
-            for split, found in files.items():
-                for content, encoded in self._all(found, tokenizer, skipped):
-                    held_out = split == "val" or (not files["val"] and _is_held_out(content, self.config.val_fraction))
+            for split, source in found.items():
+                for content, encoded in self._all(source, tokenizer, skipped):
+                    held_out = split == "val" or ("val" not in found and _is_held_out(content, self.config.val_fraction))
                     for writer, part in zip(writers["val" if held_out else "train"], encoded, strict=True):
                         writer.write(*part)
                     digest.update(json.dumps(encoded).encode())
@@ -173,16 +203,17 @@ class _Records(DataPlugin):
             say(f"data: {written[0].records:,} records {what}, {tokens:,} tokens of which {targets:,} are learnt")
         (directory / META).write_text(json.dumps({"dtype": dtype, "fingerprint": digest.hexdigest()}))
 
-    def _all(self, files: list[Path], tokenizer: Tokenizer, skipped: list[str]) -> Iterator[tuple[str, tuple[Encoded, ...]]]:
+    def _all(self, source: Source, tokenizer: Tokenizer, skipped: list[str]) -> Iterator[tuple[str, tuple[Encoded, ...]]]:
         """Each record's content and ids."""
 
         def bad(place: str, why: str) -> None:
             if self.config.on_bad == "stop":
-                raise UserError(f"data.files: {place}: {why}; correct it, or leave such records out with data.on_bad=skip")
+                option = "dataset" if self.config.dataset else "files"
+                raise UserError(f"data.{option}: {place}: {why}; correct it, or leave such records out with data.on_bad=skip")
             skipped.append(f"{place}: {why}")
 
         with tqdm(desc="encoding", unit=" records", leave=False, disable=None, delay=1) as bar:
-            for place, value in records(files, bad):
+            for place, value in source.records(bad):
                 bar.update()
                 try:
                     encoded = self._encoded(value, tokenizer)

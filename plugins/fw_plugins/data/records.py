@@ -7,7 +7,7 @@ import importlib.util
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from fw.api import UserError
 
@@ -25,20 +25,41 @@ class Record(NamedTuple):
     value: Mapping[str, Any]
 
 
-def records(files: Sequence[Path], bad: Bad) -> Iterator[Record]:
-    """All of the files' records, in order.
+class Source(Protocol):
+    """Where records come from."""
 
-    Args:
-        bad: is told of lines that are no JSON object.
+    def identity(self) -> list[Any]:
+        """What tells them from others, as JSON, without reading them."""
 
-    Raises:
-        UserError: a file is unreadable.
-    """
-    for file in files:
-        try:
-            yield from _rows(file) if file.suffix == _PARQUET else _lines(file, bad)
-        except (OSError, EOFError) as error:
-            raise UserError(f"data.files: {file} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    def records(self, bad: Bad) -> Iterator[Record]:
+        """All of them, in order.
+
+        Args:
+            bad: is told of what is no record.
+
+        Raises:
+            UserError: they cannot be read.
+        """
+
+
+class FileRecords:
+    """Of files."""
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        self._files = files
+
+    def identity(self) -> list[Any]:
+        """Names, sizes and times."""
+        stats = [(str(file.resolve()), file.stat()) for file in self._files]
+        return [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]
+
+    def records(self, bad: Bad) -> Iterator[Record]:
+        """Of lines that are no JSON object ``bad`` is told."""
+        for file in self._files:
+            try:
+                yield from _rows(file) if file.suffix == _PARQUET else _lines(file, bad)
+            except (OSError, EOFError) as error:
+                raise UserError(f"data.files: {file} cannot be read: {getattr(error, 'strerror', None) or error}") from None
 
 
 def _lines(file: Path, bad: Bad) -> Iterator[Record]:

@@ -1,0 +1,96 @@
+"""Records of Hugging Face's library ``datasets``: of the hub, of a directory with files, or of one that ``save_to_disk`` wrote."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from fw.api import UserError
+from fw_plugins.data.records import Bad, Record
+
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+
+
+class DatasetRecords:
+    """Of one split.
+
+    Args:
+        streaming: read records as they come, and keep nothing of the dataset's files.
+    """
+
+    def __init__(self, dataset: str, subset: str, split: str, revision: str, streaming: bool) -> None:
+        self._dataset, self._subset, self._split = dataset, subset, split
+        self._revision, self._streaming = revision, streaming
+        if importlib.util.find_spec("datasets") is None:
+            raise UserError("data.dataset needs the package datasets, which is not installed: pip install fw[datasets]")
+
+    @property
+    def _directory(self) -> Path | None:
+        path = Path(self._dataset).expanduser()
+        return path if path.is_dir() else None
+
+    def identity(self) -> list[Any]:
+        """What tells these records from others, without reading them: a directory's files, or the hub's commit.
+
+        Raises:
+            UserError: the hub has no such dataset.
+        """
+        if (directory := self._directory) is not None:
+            files = sorted(path for path in directory.rglob("*") if path.is_file())
+            content = [[str(path.relative_to(directory)), path.stat().st_size, path.stat().st_mtime_ns] for path in files]
+            return [str(directory.resolve()), self._subset, self._split, content]
+        return [self._dataset, self._subset, self._split, self._commit()]
+
+    def _commit(self) -> str:
+        from huggingface_hub import HfApi
+        from huggingface_hub.errors import HFValidationError, OfflineModeIsEnabled, RepositoryNotFoundError
+
+        if _COMMIT.fullmatch(self._revision):
+            return self._revision
+        try:
+            return str(HfApi().dataset_info(self._dataset, revision=self._revision or None).sha)
+        except (RepositoryNotFoundError, HFValidationError):
+            raise UserError(
+                f"data.dataset: {self._dataset} is neither a directory nor a dataset of the hub that can be seen from here"
+            ) from None
+        except OfflineModeIsEnabled:
+            return self._revision  # what the cache has
+        except Exception as error:  # of one HTTP client or another: which one it is depends on the version
+            raise UserError(
+                f"data.dataset: the hub cannot be asked for {self._dataset} ({type(error).__name__}); name a directory, give"
+                " data.revision as a commit, or set HF_HUB_OFFLINE=1 for what is in the cache"
+            ) from None
+
+    def records(self, bad: Bad) -> Iterator[Record]:
+        """In the dataset's order; none of them is bad in itself.
+
+        Raises:
+            UserError: there is no such split or subset, or it cannot be read.
+        """
+        place = f"{self._dataset} [{self._split}]"
+        for number, value in enumerate(self._opened(), start=1):
+            yield Record(f"{place} row {number}", value)
+
+    def _opened(self) -> Any:
+        import datasets
+
+        datasets.disable_progress_bars() if not os.isatty(2) else None
+        directory = self._directory
+        try:
+            if directory is not None and ((directory / "dataset_dict.json").exists() or (directory / "state.json").exists()):
+                found = datasets.load_from_disk(str(directory))
+                if isinstance(found, datasets.DatasetDict):
+                    if self._split not in found:
+                        raise UserError(f"data.split: {self._dataset} has no '{self._split}' (there are: {', '.join(found)})")
+                    found = found[self._split]
+                return found.to_iterable_dataset() if self._streaming else found
+            where = self._dataset if directory is None else str(directory)
+            revision = {} if directory is not None else {"revision": self._revision or None}
+            return datasets.load_dataset(where, self._subset or None, split=self._split, streaming=self._streaming, **revision)
+        except (ValueError, OSError, datasets.exceptions.DatasetsError) as error:
+            said = " ".join(str(error).split())
+            raise UserError(f"data.dataset: {self._dataset} cannot be opened: {said[:300]}") from None
