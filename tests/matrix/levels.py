@@ -104,7 +104,7 @@ PARTS: dict[str, dict[str, Choice]] = {
     },
     "quantization": {
         **_named("quantization", "none"),
-        **{name: Choice({"quantization": name}, _LORA) for name in ("nf4", "fp4")},
+        **{name: Choice({"quantization": name}, _LORA) for name in ("nf4", "fp4", "int8")},
         **{name: Choice({"quantization": {"name": name, "group_size": 16}}, _LORA) for name in ("w4a16", "w8a16")},
     },
     "logger": {name: Choice({"logger": [name]}) for name in ("csv", "tensorboard")},
@@ -122,7 +122,7 @@ GENERATING: dict[str, dict[str, Choice]] = {
         **_named("kv_cache", "sliding_window", window=16, sinks=2),
     },
     "quantization": {
-        **_named("quantization", "none", "nf4", "fp4"),
+        **_named("quantization", "none", "nf4", "fp4", "int8"),
         **_named("quantization", "w4a16", "w8a16", group_size=16),
     },
     "offload": {"nothing": Choice({}), "weights in their files": Choice({"offload": {"params": "nvme"}})},

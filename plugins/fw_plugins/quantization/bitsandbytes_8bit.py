@@ -22,6 +22,8 @@ from fw_plugins.quantization.four_bits import load_kernels
 
 SCALE = "weight_absmax"
 _MOST = 127
+_AT_ONCE = 1 << 22
+"""Weights that are in fp32 at a time."""
 _SCB, _FORMAT = "SCB", "weight_format"
 
 
@@ -43,7 +45,13 @@ class Rows:
     def dequantize(self, kept: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
         """``[O, I]`` of what :meth:`kept` names, in its order."""
         codes_OI, absmax_O = kept
-        return codes_OI.to(dtype).mul_((absmax_O.view(torch.float32) / _MOST)[:, None].to(dtype))
+        scale_O1 = (absmax_O.view(torch.float32) / _MOST)[:, None]
+        dense_OI = torch.empty(self.features, dtype=dtype, device=codes_OI.device)
+        # In fp32, since a scale rounded to 16 bits would be off for all of its row; some rows at a time, since that takes 4 bytes each.
+        rows = max(1, _AT_ONCE // self.features[1])
+        for dense, codes, scale in zip(dense_OI.split(rows), codes_OI.split(rows), scale_O1.split(rows), strict=True):
+            dense.copy_(codes * scale)
+        return dense_OI
 
     def grouped(self, kept: tuple[Tensor, ...]) -> GroupedCodes | None:
         """For products with the codes themselves: a row is a group."""
