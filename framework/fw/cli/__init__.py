@@ -32,6 +32,7 @@ VERBS = {
     "models": "list models: parameters, bytes, keys and values per token",
     "quantize": "make a model directory of fewer bits, by what its layers see",
     "prune": "make a model directory of fewer blocks, heads, features or weights",
+    "doctor": "look at this machine, say what is wrong and how to mend it",
     "checkpoint": "inspect and export checkpoints and model directories",
 }
 
