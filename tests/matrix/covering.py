@@ -12,6 +12,14 @@ Pair = frozenset[Level]
 _TRIES = 12
 
 
+class NoRow(ValueError):
+    """``levels`` are in no row, since everything that could stand beside them is forbidden."""
+
+    def __init__(self, levels: Sequence[Level]) -> None:
+        super().__init__(f"there is no row with {sorted(levels)}")
+        self.levels = frozenset(levels)
+
+
 def pairs_of(row: Mapping[str, str]) -> Iterator[Pair]:
     """That are in a row."""
     return (frozenset(pair) for pair in combinations(row.items(), 2))
@@ -38,7 +46,7 @@ def cover(
         wanted: pairs; all that are not impossible where left out.
 
     Raises:
-        ValueError: a pair that nothing forbids fits into no row, or something of ``first`` does not.
+        NoRow: a pair that nothing forbids fits into no row, or something of ``first`` does not.
     """
     chance = random.Random(seed)
     blocked: dict[Level, list[frozenset[Level]]] = {}
@@ -79,7 +87,7 @@ def cover(
         if not found:
             found = [row for _ in range(50) if (row := filled(seeds[0])) is not None]
         if not found:
-            raise ValueError(f"there is no row with {sorted(seeds[0])}")
+            raise NoRow(seeds[0])
         best = max(found, key=lambda row: sum(pair in todo for pair in pairs_of(row)))
         todo -= set(pairs_of(best))
         rows.append({part: best[part] for part in parts})

@@ -19,7 +19,7 @@ from pathlib import Path
 import warm_python
 from fw.support.matrix import FILE, Level, Matrix, Refusal, Runs
 from fw.support.telling import page
-from matrix.covering import all_pairs, cover, pairs_of
+from matrix.covering import NoRow, all_pairs, cover, pairs_of
 from matrix.levels import GENERATING, PARTS, TRIPLES, prepare
 from matrix.running import Outcome, Run, cores, generate, reason, train
 
@@ -64,7 +64,17 @@ class Making:
         wanted, first = self.left()
         if not (wanted or first) or self.defects:
             return False
-        rows = cover(self.kinds, set(self.refusals), first, wanted, seed=len(self.rows) + len(self.refusals))
+        try:
+            rows = cover(self.kinds, set(self.refusals), first, wanted, seed=len(self.rows) + len(self.refusals))
+        except NoRow as none:  # what stands beside these by itself must be what refuses them
+            outcome = self._run(dict(none.levels), files, Path(tempfile.mkdtemp(dir=place)))
+            if outcome.refused:
+                self.refusals[none.levels] = outcome.sentence
+                print(f"  {sorted(none.levels)}: {outcome.sentence}", flush=True)
+            else:
+                self.defects.append(f"{none}, and alone it ends with {outcome.code}\n{outcome.told[-3000:]}")
+            keep()
+            return True
         print(f"{len(wanted)} pairs, {len(rows)} rows", flush=True)
 
         def ran(row: Mapping[str, str]) -> Outcome:
