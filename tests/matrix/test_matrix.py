@@ -35,6 +35,11 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
+def named(each: object) -> str:
+    """Of a parameter, the same each time."""
+    return " with ".join(f"{kind} {name}" for kind, name in sorted(each.of)) if isinstance(each, Refusal) else each.__name__
+
+
 def tenth(of: list) -> list:
     """The same ones each time, spread over all."""
     return of[:: max(1, len(of) // max(1, round(len(of) / TENTHS)))]
@@ -68,13 +73,13 @@ def test_every_refusal_has_a_reason_and_a_way_out():
         assert len(each.sentence) > 40 and re.search(r"because|use |set |choose|; ", each.sentence), each
 
 
-@pytest.mark.parametrize("row", tenth(list(MATRIX.training.rows)), ids=str)
+@pytest.mark.parametrize("row", tenth(list(MATRIX.training.rows)), ids=lambda row: f"{row['model']}, {row['sharding']}, …")
 def test_a_tenth_trains_is_saved_and_goes_on(row, files, tmp_path):
     outcome = train(row, files, tmp_path)
     assert outcome.code == 0, outcome.told
 
 
-@pytest.mark.parametrize("row", tenth(list(MATRIX.generating.rows)), ids=str)
+@pytest.mark.parametrize("row", tenth(list(MATRIX.generating.rows)), ids=lambda row: ", ".join(row.values()))
 def test_a_tenth_generates(row, files, tmp_path):
     outcome = generate(row, files, tmp_path)
     assert outcome.code == 0, outcome.told
@@ -83,7 +88,7 @@ def test_a_tenth_generates(row, files, tmp_path):
 @pytest.mark.parametrize(
     ("run", "refusal"),
     [*((train, each) for each in tenth(list(MATRIX.training.refusals))), *((generate, each) for each in MATRIX.generating.refusals)],
-    ids=str,
+    ids=named,
 )
 def test_what_is_refused_is_so_with_its_sentence(run, refusal, files, tmp_path):
     outcome = run(dict(refusal.of), files, tmp_path)
@@ -97,9 +102,10 @@ def test_the_page_is_what_is_known():
 def test_ready_configs_use_nothing_that_is_refused():
     for path in (ROOT / "configs").glob("*.yaml"):
         tree = yaml.safe_load(path.read_text())
-        used = [
-            (kind, value if isinstance(value, str) else value.get("name")) for kind, value in tree.items() if kind in MATRIX.kinds and value
+        each = [
+            (kind, one) for kind, value in tree.items() if kind in MATRIX.kinds for one in (value if isinstance(value, list) else [value])
         ]
+        used = [(kind, value if isinstance(value, str) else value.get("name")) for kind, value in each if value]
         for one, other in combinations(used, 2):
             known = all(name in MATRIX.kinds[kind] for kind, name in (one, other))
             assert not known or MATRIX.status(one, other) != "refused", (path, one, other)
@@ -111,10 +117,10 @@ def test_the_command_prints_numbers_and_two_kinds():
     assert re.search(rf"\d+ pairs: \d+ proven, \d+ refused, \d+ independent, by {MATRIX.runs} runs", numbers)
     told = fw("plugins", "matrix", "quantization", "peft").ok().out
     lines = told.splitlines()
-    (header,), (nf4,) = ([line for line in lines if line.startswith(begin)] for begin in ("quantization \\ peft", "nf4 "))
-    assert [nf4[header.index(name)] for name in ("none", "lora", "dora")] == ["x", "+", "x"]
-    at = lines.index("x quantization 'nf4' with peft 'dora'")
-    assert "use peft=lora" in lines[at + 1] or "use peft=lora" in "".join(lines[at:])
+    (header,), *rows = ([line for line in lines if line.startswith(begin)] for begin in ("peft \\ quantization", "none ", "lora ", "dora "))
+    assert [row[0][header.index(" nf4 ") + 1] for row in rows] == ["x", "+", "x"]
+    at = lines.index("x peft 'dora' with quantization 'nf4'")
+    assert lines[at + 1].startswith("  quantization 'nf4' does not work with peft 'dora', because")
     found = json.loads(fw("plugins", "matrix", "peft", "quantization", "--json").ok().out)
     assert {"peft": "lora", "quantization": "nf4", "status": "proven", "sentence": None} in found
 

@@ -202,7 +202,7 @@ def test_options_that_contradict_each_other(options, says):
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
-        (["offload.params=cpu"], "needs sharding that brings parameters block by block from there: fsdp, or zero with stage 3"),
+        (["offload.params=cpu"], "needs sharding that brings parameters block by block from there; use fsdp, or zero with stage 3"),
         (["offload.params=nvme", "offload.path=x", "sharding=fsdp"], "zero with stage 3"),
         (["offload.params=cpu", "sharding=fsdp"], "set offload.gradients and offload.optimizer to cpu"),
         (["offload.gradients=cpu"], "set offload.optimizer: cpu or nvme"),

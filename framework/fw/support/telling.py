@@ -115,8 +115,10 @@ def page(matrix: Matrix) -> str:
         cells = [_cell(counts(matrix, one, other)) if column > row else "" for column, other in enumerate(kinds[1:], 1)]
         table.append(f"| {one} | " + " | ".join(cells) + " |")
     refused: dict[str, list[str]] = {}
-    for each in matrix.refusals:
-        refused.setdefault(each.sentence, []).append(" × ".join(f"{kind} `{name}`" for kind, name in sorted(each.of)))
+    for runs, when in ((matrix.training, ""), (matrix.generating, ", generating")):
+        for each in runs.refusals:
+            who = " × ".join(f"{kind} `{name}`" for kind, name in sorted(each.of))
+            refused.setdefault(each.sentence, []).append(f"{who}{when}")
     apart: dict[str, list[str]] = {}
     for (kind, name), why in APART.items():
         apart.setdefault(why, []).append(f"{kind} `{name}`")

@@ -150,7 +150,7 @@ def check(spec: StepSpec, model: CausalLM, parts: int, gathers: bool) -> None:
         _check_in_backward(spec, gathers)
     if policy.params == "nvme" or (policy.params == "cpu" and not gathers):
         does = "zero with stage 3" if policy.params == "nvme" else "fsdp, or zero with stage 3"
-        raise UserError(f"offload.params: {policy.params} needs sharding that brings parameters block by block from there: {does}")
+        raise UserError(f"offload.params: {policy.params} needs sharding that brings parameters block by block from there; use {does}")
     if policy.params == "cpu" and (policy.optimizer == "device" or policy.gradients == "device"):
         raise UserError(
             "offload.params: fsdp keeps gradients and optimizer state beside them; set offload.gradients and offload.optimizer to cpu"
