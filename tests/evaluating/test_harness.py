@@ -79,9 +79,7 @@ def theirs(place):
     found = {}
     for shots in (0, 2):
         tasks = list(TASKS) if shots == 0 else ["choices"]
-        found[shots] = lm_eval.simple_evaluate(
-            model, tasks=tasks, task_manager=manager, num_fewshot=shots, fewshot_random_seed=0, bootstrap_iters=10
-        )
+        found[shots] = lm_eval.simple_evaluate(model, tasks=tasks, task_manager=manager, num_fewshot=shots, bootstrap_iters=10)
     return found
 
 
@@ -131,6 +129,17 @@ def test_some_questions_with_texts_beside(place):
 def test_what_is_wrong_is_said(place, words, sentence):
     done = ours(place, *words)
     assert done.code == 2 and sentence in done.err.splitlines()[-1], done.err
+
+
+def test_a_pattern_is_of_tasks_and_a_special_token_ends_an_answer(place):
+    import fw as library
+    from fw.evaluating.harness import OnEngine, run_tasks
+
+    llm = library.LLM(place / "model", dtype="fp32", device="cpu", max_context=CONTEXT)
+    found = run_tasks(llm, ["choi*"], include=place / "tasks", shots=0, limit=1)
+    assert list(found["results"]) == ["choices"]
+    settings = OnEngine(llm)._ending({"stop": ["</s>", "z"]})
+    assert settings["stop_token_ids"] == [llm.tokenizer.token_to_id("</s>")], "and z is a text"
 
 
 def test_what_a_task_wants_and_nobody_knows_is_said():

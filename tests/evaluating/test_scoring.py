@@ -15,6 +15,7 @@ import serving
 from fw.errors import UserError
 from fw.evaluating.held_out import TextSet, held_out_loss
 from fw.evaluating.scoring import Continuation, scores, windows
+from fw.inference.openai import prompt_tokens
 
 CONTEXT = 64
 
@@ -141,6 +142,7 @@ def test_log_probabilities_may_begin_later(directory):
         (part,) = llm.generate(ids, prompt_logprobs=2, prompt_logprobs_from=first, max_tokens=3, temperature=0)
         assert part.prompt_logprobs == pytest.approx(whole.prompt_logprobs[first - 1 :], abs=1e-5)
         assert [list(top) for top in part.prompt_top_logprobs] == [list(top) for top in whole.prompt_top_logprobs[first - 1 :]]
+        assert [logprob for _, logprob, _ in prompt_tokens(part)] == [None] * min(first, 50) + part.prompt_logprobs
         assert part.token_ids == whole.token_ids and part.cached_tokens == (min(first, 50) - 1) // 16 * 16
     with pytest.raises(UserError, match="prompt_logprobs_from: 0 is not at least 1"):
         llm.sampling(prompt_logprobs_from=0)

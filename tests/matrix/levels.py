@@ -77,7 +77,7 @@ PARTS: dict[str, dict[str, Choice]] = {
         **_named("precision", "phased", phases=[{"from_step": 0, "compute": "bf16"}, {"from_step": 1, "compute": "fp32"}]),
     },
     "sharding": {
-        **_named("sharding", "single"),
+        "single": Choice({"sharding": "single", "launch": {"devices": 1}}),
         **{name: Choice({"sharding": name, "launch": {"devices": 2}}) for name in ("ddp", "fsdp")},
         **{f"zero, stage {stage}": Choice({"sharding": {"name": "zero", "stage": stage}, "launch": {"devices": 2}}) for stage in (1, 2, 3)},
     },
@@ -100,7 +100,7 @@ PARTS: dict[str, dict[str, Choice]] = {
         **_named("peft", "none"),
         **_named("peft", "adapter", "lora", "dora", "ia3", targets=_TARGETS),
         **_named("peft", "prompt", tokens=3),
-        **_named("peft", "hf_peft", type="LOHA", config={"r": 4}),
+        **_named("peft", "hf_peft", type="LOHA", config={"r": 4, "target_modules": _TARGETS[0]}),
     },
     "quantization": {
         **_named("quantization", "none"),

@@ -84,7 +84,10 @@ def test_a_part_of_a_split(place):
     [
         ({"dataset": "whole", "files": ["all.jsonl"]}, "data.dataset: there are data.files too"),
         ({"files": ["all.jsonl"], "split": "test"}, "data.split: is of a dataset"),
-        ({"dataset": "both", "split": "nonsense"}, r"data.split: both has no 'nonsense' \(there are: train, test\)"),
+        ({"dataset": "both", "split": "nonsense"}, r"data.split: both has no 'nonsense' \(there are: train, test;"),
+        ({"dataset": "whole", "val_split": "test"}, r"data.split: whole has no 'test' \(there are: train;"),
+        ({"dataset": "both", "split": "train[:10%]"}, "parts of one are named only of datasets with files"),
+        ({"dataset": "both", "subset": "en"}, "data.subset: both is one that save_to_disk wrote"),
         ({"dataset": "files", "split": "nonsense"}, "data.dataset: files cannot be opened: .*nonsense"),
         (
             {"dataset": "whole", "on_bad": "stop", "prompt": "nothing"},

@@ -76,6 +76,17 @@ def test_what_fw_writes_is_read_by_transformers(base: Path) -> None:
     assert (logits(theirs_of(made)) - logits(again)).norm() <= 3e-2 * logits(again).norm()
 
 
+@pytest.mark.parametrize("quantization", ["int8", "nf4"])
+def test_a_head_that_is_the_embedding_stays_so_in_transformers(tmp_path: Path, quantization: str) -> None:
+    torch.manual_seed(0)
+    tied = transformers.LlamaConfig(**{**CONFIG.to_dict(), "tie_word_embeddings": True})
+    transformers.LlamaForCausalLM(tied).to(torch.bfloat16).save_pretrained(tmp_path / "base")
+    made = fw.save_model(fw.load_model(tmp_path / "base", dtype=torch.bfloat16, quantization=quantization), tmp_path / "made")
+    assert json.loads((made / "config.json").read_text())["quantization_config"]["llm_int8_skip_modules"] == ["lm_head"]
+    expected = logits(fw.load_model(made, dtype=torch.bfloat16))
+    assert (logits(theirs_of(made)) - expected).norm() <= 3e-2 * expected.norm()
+
+
 def test_half_of_the_bytes_and_an_error_below_a_hundredth(base: Path) -> None:
     ours, plain = fw.load_model(base, dtype=torch.bfloat16, quantization="int8"), fw.load_model(base, dtype=torch.bfloat16)
     for name, weight in ours.quantized.items():

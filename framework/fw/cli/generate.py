@@ -102,7 +102,7 @@ def load(options: argparse.Namespace) -> LLM:
     named = [words.partition("=") for words in given]
     if wrong := [words for words, (name, _, directory) in zip(given, named, strict=True) if not (name and directory)]:
         raise UserError(f"--adapters {wrong[0]}: give NAME=DIR, the name that lines ask for and the adapter's directory")
-    llm = LLM.of(options.model, recipe, options.adapter)
+    llm = LLM.of(options.model, recipe, options.adapter, lambda told: print(told, file=sys.stderr))
     for name, _, directory in named:
         llm.load_adapter(name, directory)
     return llm

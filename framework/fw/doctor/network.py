@@ -83,17 +83,22 @@ def _collective(backend: str, ranks: int) -> Finding:
         )
         for rank in range(ranks)
     ]
-    try:
-        said = [process.communicate(timeout=_PATIENCE_S)[1] for process in processes]
-    except subprocess.TimeoutExpired:
-        said = []
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    if said and not any(process.returncode for process in processes):
+    ended: list[int] = []
+    while len(ended) < ranks and time.perf_counter() - begin < _PATIENCE_S and not any(processes[rank].returncode for rank in ended):
+        ended += [rank for rank, process in enumerate(processes) if rank not in ended and process.poll() is not None]
+        time.sleep(0.02)
+    first = next((rank for rank in ended if processes[rank].returncode), None)  # the others wait for it
+    for process in processes:
+        process.kill()
+    said = [process.communicate()[1].strip() for process in processes]
+    if first is None and len(ended) == ranks:
         return Finding("collectives", "ok", f"{ranks} ranks add up over {backend} ({time.perf_counter() - begin:.1f} s with their start)")
-    why = next((text.strip().splitlines()[-1] for text in said if text.strip()), "nothing came within a minute")
+    why = "nothing came within a minute"
+    if first is not None:
+        code = processes[first].returncode
+        why = (
+            said[first].splitlines()[-1] if said[first] else f"rank {first} ended with {f'signal {-code}' if code < 0 else f'code {code}'}"
+        )
     fix = (
         "NCCL_DEBUG=INFO says more; NCCL_P2P_DISABLE=1 goes around direct copies"
         if backend == "nccl"

@@ -103,7 +103,7 @@ class OnEngine(TemplateLM):  # type: ignore[misc]
         for number, request in enumerate(requests):
             alike.setdefault(repr(request.args[1]), []).append(number)
         for numbers in alike.values():
-            settings = _settings(requests[numbers[0]].args[1])
+            settings = self._ending(_settings(requests[numbers[0]].args[1]))
             room = self._llm.engine.context - settings["max_tokens"]
             if room < 1:
                 raise UserError(f"--tasks: an answer of {settings['max_tokens']} tokens leaves no room for what is asked")
@@ -111,6 +111,12 @@ class OnEngine(TemplateLM):  # type: ignore[misc]
             answers = self._llm.generate(prompts, progress=not disable_tqdm, **settings)
             found |= {number: answer.text for number, answer in zip(numbers, answers, strict=True)}
         return [found[number] for number in range(len(requests))]
+
+    def _ending(self, settings: dict[str, Any]) -> dict[str, Any]:
+        """A text that is a special token ends an answer as the token; it is not in the text that an answer has."""
+        tokenizer = self._llm.tokenizer
+        ids = [token for text in settings["stop"] if (token := tokenizer.token_to_id(text)) in tokenizer.special_ids]
+        return {**settings, "stop_token_ids": ids}
 
 
 def _settings(asked: Mapping[str, Any]) -> dict[str, Any]:
@@ -133,12 +139,11 @@ def run_tasks(
     shots: int | None = None,
     limit: int | None = None,
     chat: bool = False,
-    seed: int = 0,
 ) -> dict[str, Any]:
     """The harness's results: ``results`` by task and metric, ``configs``, ``versions``, ``samples`` and others.
 
     Args:
-        tasks: names, of groups too.
+        tasks: names, of groups too, or patterns of them.
         include: directory of further tasks.
         shots: examples before each question; None for the task's own number.
         limit: questions of each task.
@@ -149,21 +154,18 @@ def run_tasks(
     """
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     manager = TaskManager(include_path=None if include is None else str(include))
+    matched = [name for task in tasks for name in manager.match_tasks([task])]
     if unknown := [task for task in tasks if not manager.match_tasks([task])]:
         raise UserError(f"--tasks: there is no task '{unknown[0]}'; lm-eval ls tasks lists them, and --include-path adds some")
     with _quiet():
         found = lm_eval.simple_evaluate(
             OnEngine(llm),
-            tasks=list(tasks),
+            tasks=list(dict.fromkeys(matched)),
             num_fewshot=shots,
             limit=limit,
             task_manager=manager,
             apply_chat_template=chat,
             bootstrap_iters=1000,
-            random_seed=seed,
-            numpy_random_seed=seed,
-            torch_random_seed=seed,
-            fewshot_random_seed=seed,
         )
     return dict(found or {})
 

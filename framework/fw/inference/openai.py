@@ -173,9 +173,10 @@ Told = tuple[int, float | None, Mapping[int, float]]
 
 
 def prompt_tokens(result: Result) -> list[Told]:
-    """Of the prompt, where log-probabilities of it were asked for; nothing is known of its first one."""
-    logprobs: list[float | None] = [None, *result.prompt_logprobs]
-    tops: Sequence[Mapping[int, float]] = [{}, *(result.prompt_top_logprobs or [{}] * len(result.prompt_logprobs))]
+    """Of the prompt, where log-probabilities of it were asked for; nothing is known of its first one, or of more where these were not."""
+    unknown = len(result.prompt_token_ids) - len(result.prompt_logprobs)
+    logprobs: list[float | None] = [None] * unknown + list(result.prompt_logprobs)
+    tops: list[Mapping[int, float]] = [*([{}] * unknown), *(result.prompt_top_logprobs or [{}] * len(result.prompt_logprobs))]
     return list(zip(result.prompt_token_ids, logprobs, tops, strict=True))
 
 

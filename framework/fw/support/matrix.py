@@ -134,7 +134,7 @@ class Matrix:
         """The sentence with which these two are refused, where they are wherever they could meet."""
         where = [runs for runs in (self.training, self.generating) if runs.has(one, other)]
         found = [runs.refusal(one, other) for runs in where if not runs.proven(one, other)]
-        return found[0] if found and len(found) == len(where) else None
+        return found[0] if found and len(found) == len(where) and None not in found else None
 
     def status(self, one: Level, other: Level) -> Status:
         """Of two names of different kinds."""

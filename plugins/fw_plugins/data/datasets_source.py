@@ -25,8 +25,16 @@ class DatasetRecords:
     def __init__(self, dataset: str, subset: str, split: str, revision: str, streaming: bool) -> None:
         self._dataset, self._subset, self._split = dataset, subset, split
         self._revision, self._streaming = revision, streaming
+        self._commits: dict[str, str] = {}
+        """The one that is read, once the hub has been asked; what was pushed meanwhile is another."""
         if importlib.util.find_spec("datasets") is None:
             raise UserError("data.dataset needs the package datasets, which is not installed: pip install fw[datasets]")
+
+    def of(self, split: str) -> DatasetRecords:
+        """Of another split, of the same commit."""
+        other = DatasetRecords(self._dataset, self._subset, split, self._revision, self._streaming)
+        other._commits = self._commits
+        return other
 
     @property
     def _directory(self) -> Path | None:
@@ -46,6 +54,11 @@ class DatasetRecords:
         return [self._dataset, self._subset, self._split, self._commit()]
 
     def _commit(self) -> str:
+        if self._dataset not in self._commits:
+            self._commits[self._dataset] = self._asked()
+        return self._commits[self._dataset]
+
+    def _asked(self) -> str:
         from huggingface_hub import HfApi
         from huggingface_hub.errors import HFValidationError, OfflineModeIsEnabled, RepositoryNotFoundError
 
@@ -82,15 +95,21 @@ class DatasetRecords:
         directory = self._directory
         try:
             if directory is not None and ((directory / "dataset_dict.json").exists() or (directory / "state.json").exists()):
-                found = datasets.load_from_disk(str(directory))
-                if isinstance(found, datasets.DatasetDict):
-                    if self._split not in found:
-                        raise UserError(f"data.split: {self._dataset} has no '{self._split}' (there are: {', '.join(found)})")
-                    found = found[self._split]
+                found = self._saved(datasets.load_from_disk(str(directory)))
                 return found.to_iterable_dataset() if self._streaming else found
             where = self._dataset if directory is None else str(directory)
-            revision = {} if directory is not None else {"revision": self._revision or None}
+            revision = {} if directory is not None else {"revision": self._commit() or None}
             return datasets.load_dataset(where, self._subset or None, split=self._split, streaming=self._streaming, **revision)
         except (ValueError, OSError, datasets.exceptions.DatasetsError) as error:
             said = " ".join(str(error).split())
             raise UserError(f"data.dataset: {self._dataset} cannot be opened: {said[:300]}") from None
+
+    def _saved(self, found: Any) -> Any:
+        """The split of what `save_to_disk` wrote."""
+        if self._subset:
+            raise UserError(f"data.subset: {self._dataset} is one that save_to_disk wrote, which has no subsets")
+        splits = dict(found) if isinstance(found, dict) else {str(found.split or "train"): found}
+        if self._split not in splits:
+            there = f"there are: {', '.join(splits)}; parts of one are named only of datasets with files"
+            raise UserError(f"data.split: {self._dataset} has no '{self._split}' ({there})")
+        return splits[self._split]

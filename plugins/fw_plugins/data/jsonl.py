@@ -8,6 +8,8 @@ from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
+from datetime import date, time
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -171,11 +173,8 @@ class _Records(DataPlugin):
         """Of what is trained on, and of what is held out, if that is another."""
         c = self.config
         if c.dataset:
-            train, val = (
-                DatasetRecords(c.dataset, c.subset, split, c.revision, c.streaming) if split else None for split in (c.split, c.val_split)
-            )
-            assert train is not None
-            return train, val
+            train = DatasetRecords(c.dataset, c.subset, c.split, c.revision, c.streaming)
+            return train, train.of(c.val_split) if c.val_split else None
         train_files, val_files = sources.find_files(c.files), sources.find_files(c.val_files)
         return FileRecords(train_files), FileRecords(val_files) if val_files else None
 
@@ -223,7 +222,7 @@ class _Records(DataPlugin):
                 if not all(any(part.learnt[1:]) for part in encoded):
                     bad(place, "it has nothing to learn")
                     continue
-                yield json.dumps(value, sort_keys=True, default=str), encoded
+                yield json.dumps(value, sort_keys=True, default=_said), encoded
 
 
 class JsonlData(_Records):
@@ -305,6 +304,11 @@ def _turn(value: Any, role: str) -> list[dict[str, Any]]:
 def _is_held_out(content: str, fraction: float) -> bool:
     """By the content alone: the same in every order of files, and of equal records all or none."""
     return int.from_bytes(hashlib.sha256(content.encode()).digest()[:8], "big") < fraction * 2**64
+
+
+def _said(value: Any) -> str:
+    """Of what is no JSON, the same in every process: pictures and their like would tell where they are in memory."""
+    return str(value) if isinstance(value, date | time | Decimal | bytes) else type(value).__name__
 
 
 def _texts(samples: MaskedRecords | PairedRecords, tokenizer: Tokenizer) -> Iterator[str]:

@@ -185,5 +185,6 @@ def linears(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
 
 
 def left_whole(model: CausalLM) -> list[str]:
-    """Linear layers that keep their weights, as a model's files call them."""
-    return [of.name.removesuffix(".weight") for name, _ in linears(model) for of in model.hf_tensors(f"{name}.weight")]
+    """Linear layers that keep their weights, as a model's files call them; a head that is the embedding is none here, and one there."""
+    own = [of.name for name, _ in linears(model) for of in model.hf_tensors(f"{name}.weight")]
+    return [name.removesuffix(".weight") for name in (*own, *model.hf_repeated())]
