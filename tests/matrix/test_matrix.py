@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from conftest import fw
+from distributed.operators import has_libaio
 from fw import registry
 from fw.kinds import KINDS
 from fw.support import telling
@@ -75,6 +76,8 @@ def test_every_refusal_has_a_reason_and_a_way_out():
 
 @pytest.mark.parametrize("row", tenth(list(MATRIX.training.rows)), ids=lambda row: f"{row['model']}, {row['sharding']}, …")
 def test_a_tenth_trains_is_saved_and_goes_on(row, files, tmp_path):
+    if row["offload"] == "optimizer to files" and row["sharding"].startswith("zero") and not has_libaio():
+        pytest.skip("DeepSpeed's files need g++ and libaio's header")
     outcome = train(row, files, tmp_path)
     assert outcome.code == 0, outcome.told
 

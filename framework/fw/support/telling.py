@@ -97,6 +97,7 @@ with; a run with something else says once that nobody has.
 - Presets of models (`llama3-8b`, …) are their architectures in other sizes. Names of `offload` are what goes where.
 - *Independent*: the two never meet in a run. `kv_cache` is of generating alone, where there are `model`, `quantization` and `offload`.
 {apart}
+- `zero, stage 3` with an optimizer in files wants libaio and its header (Debian: libaio-dev), which the runs had.
 - `flash_attn` wants its package and a GPU, which the runs had not: it stands in no row.
 
 ## What is refused, and why
