@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +44,9 @@ def run(options: argparse.Namespace) -> int:
     tasks = [task for task in (options.tasks or "").split(",") if task]
     if not (tasks or options.text):
         raise UserError("say what with: --text FILES, --tasks TASK,…, or both")
-    for name in ("num_fewshot", "limit"):
-        if (value := getattr(options, name)) is not None and value < (name == "limit"):
-            raise UserError(f"--{name.replace('_', '-')}: {value} is too small")
+    for name, given, least in (("num-fewshot", options.num_fewshot, 0), ("limit", options.limit, 1)):
+        if given is not None and given < least:
+            raise UserError(f"--{name}: {given} is too small; the least is {least}")
     if options.output is not None and not options.output.parent.is_dir():
         raise UserError(f"--output: there is no directory {options.output.parent}")
     from fw.evaluating.held_out import TextSet
@@ -60,20 +61,14 @@ def run(options: argparse.Namespace) -> int:
         told = _evaluated(llm, sets, tasks, options)
     finally:
         llm.close()
-    if options.output is not None:
-        options.output.write_text(json.dumps(told, indent=1, default=str) + "\n")
     if options.json:
         print(json.dumps({**told, "tasks": _short(told["tasks"])}, indent=1, default=str))
     return 0
 
 
 def _need_harness() -> None:
-    try:
-        import lm_eval  # noqa: F401
-    except ModuleNotFoundError as error:
-        if error.name != "lm_eval":
-            raise
-        raise UserError("--tasks needs lm-eval, which is not installed: pip install 'fw[eval]'") from None
+    if find_spec("lm_eval") is None:
+        raise UserError("--tasks needs lm-eval, which is not installed: pip install 'fw[eval]'")
 
 
 def _evaluated(llm: Any, sets: list[Any], tasks: list[str], options: argparse.Namespace) -> dict[str, Any]:
@@ -86,6 +81,7 @@ def _evaluated(llm: Any, sets: list[Any], tasks: list[str], options: argparse.Na
     for each in sets:
         loss = held_out_loss(llm, each)
         told["text"][each.name] = loss.as_json()
+        _keep(told, options.output)
         if not options.json:
             print(
                 f"{each.name:{width}}  {loss.tokens:11,}  {loss.loss:8.4f}  {loss.perplexity:10.3f}  {loss.bits_per_byte:9.4f}", flush=True
@@ -97,9 +93,16 @@ def _evaluated(llm: Any, sets: list[Any], tasks: list[str], options: argparse.Na
             llm, tasks, include=options.include_path, shots=options.num_fewshot, limit=options.limit, chat=options.chat
         )
         told["tasks"] = found
+        _keep(told, options.output)
         if not options.json:
             print(harness.table(found))
     return told
+
+
+def _keep(told: dict[str, Any], file: Path | None) -> None:
+    """What is known so far: what comes next may take hours."""
+    if file is not None:
+        file.write_text(json.dumps(told, indent=1, default=str) + "\n")
 
 
 def _short(tasks: dict[str, Any]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from fw.doctor.finding import Finding
+from fw.launching.cores import usable_cores
 
 _GIB = 1 << 30
 _WRITTEN = 256 << 20
@@ -22,7 +23,7 @@ def processor() -> Iterator[Finding]:
     """Cores that this process may use, and what they can do."""
     import torch
 
-    cores, all_cores = len(os.sched_getaffinity(0)), os.cpu_count() or 1
+    cores, all_cores = usable_cores(), os.cpu_count() or 1
     flags = _flags()
     known = [
         name for name, flag in (("AMX", "amx_tile"), ("bf16", "avx512_bf16"), ("AVX-512", "avx512f"), ("AVX2", "avx2")) if flag in flags

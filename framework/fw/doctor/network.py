@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, TimeoutError, as_completed
 
 from fw.doctor.finding import Finding
 
@@ -83,25 +84,28 @@ def _collective(backend: str, ranks: int) -> Finding:
         )
         for rank in range(ranks)
     ]
-    ended: list[int] = []
-    while len(ended) < ranks and time.perf_counter() - begin < _PATIENCE_S and not any(processes[rank].returncode for rank in ended):
-        ended += [rank for rank, process in enumerate(processes) if rank not in ended and process.poll() is not None]
-        time.sleep(0.02)
-    first = next((rank for rank in ended if processes[rank].returncode), None)  # the others wait for it
-    for process in processes:
-        process.kill()
-    said = [process.communicate()[1].strip() for process in processes]
-    if first is None and len(ended) == ranks:
-        return Finding("collectives", "ok", f"{ranks} ranks add up over {backend} ({time.perf_counter() - begin:.1f} s with their start)")
-    why = "nothing came within a minute"
-    if first is not None:
-        code = processes[first].returncode
-        why = (
-            said[first].splitlines()[-1] if said[first] else f"rank {first} ended with {f'signal {-code}' if code < 0 else f'code {code}'}"
-        )
-    fix = (
-        "NCCL_DEBUG=INFO says more; NCCL_P2P_DISABLE=1 goes around direct copies"
-        if backend == "nccl"
-        else "GLOO_SOCKET_IFNAME=lo names the device"
-    )
+    failed: Finding | None = None
+    with ThreadPoolExecutor(ranks) as pool:
+        said = {pool.submit(process.communicate): rank for rank, process in enumerate(processes)}
+        try:
+            for done in as_completed(said, timeout=_PATIENCE_S):
+                if code := processes[said[done]].returncode:  # the others wait for it
+                    failed = _failed(backend, ranks, _last_words(said[done], code, done.result()[1]))
+                    break
+        except TimeoutError:
+            failed = _failed(backend, ranks, "nothing came within a minute")
+        finally:
+            for process in processes:
+                process.kill()
+    seconds = time.perf_counter() - begin
+    return failed or Finding("collectives", "ok", f"{ranks} ranks add up over {backend} ({seconds:.1f} s with their start)")
+
+
+def _last_words(rank: int, code: int, said: str) -> str:
+    return said.strip().splitlines()[-1] if said.strip() else f"rank {rank} ended with {f'signal {-code}' if code < 0 else f'code {code}'}"
+
+
+def _failed(backend: str, ranks: int, why: str) -> Finding:
+    more = "NCCL_DEBUG=INFO says more; NCCL_P2P_DISABLE=1 goes around direct copies"
+    fix = more if backend == "nccl" else "GLOO_SOCKET_IFNAME=lo names the device"
     return Finding("collectives", "problem", f"{ranks} ranks over {backend}: {why[:200]}", fix)

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from fw.doctor.finding import Finding
+from fw.launching.cores import usable_cores
 
 _OLD_SECONDS = 600.0
 """After which a lock that a compiler took is one that it has left."""
@@ -40,7 +41,7 @@ def torch_itself() -> Iterator[Finding]:
         yield Finding("torch", "problem", "there is an NVIDIA driver, and this torch is built without CUDA", "install torch's CUDA build")
     elif driver and not torch.cuda.is_available():
         yield Finding("torch", "problem", "there is an NVIDIA driver, and torch sees no GPU", _why_no_gpu())
-    if "OMP_NUM_THREADS" in os.environ and threads == 1 and len(os.sched_getaffinity(0)) > 1:
+    if "OMP_NUM_THREADS" in os.environ and threads == 1 and usable_cores() > 1:
         yield Finding("torch", "note", "OMP_NUM_THREADS=1: one rank on the CPU takes one core", "unset it, or set launch.threads")
 
 

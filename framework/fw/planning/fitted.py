@@ -12,6 +12,7 @@ from tqdm import tqdm
 from fw.config import Config, overridden
 from fw.errors import UserError
 from fw.kinds.data import Say
+from fw.launching.cores import usable_cores
 from fw.meter.devices import Device, find
 from fw.meter.document import MemoryDocument
 from fw.planning.fit import Fit, Overrides, search
@@ -119,5 +120,4 @@ def startable(config: Config) -> tuple[Config, Recipe]:
 def threads_of(recipe: Recipe) -> int:
     """Of a rank."""
     named = os.environ.get("OMP_NUM_THREADS", "")
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return recipe.launch.threads or (int(named) if named.isdecimal() and int(named) else max(1, cores // recipe.ranks_per_host))
+    return recipe.launch.threads or (int(named) if named.isdecimal() and int(named) else max(1, usable_cores() // recipe.ranks_per_host))

@@ -6,6 +6,7 @@ import os
 import time
 
 from fw.launching.child import Child
+from fw.launching.cores import usable_cores
 from fw.server.engine import start_process
 from fw.server.messages import Begin
 from fw.server.settings import Settings
@@ -35,8 +36,7 @@ class Starting:
 
 def _threads(replicas: int) -> int | None:
     """Of several replicas each has its part of the processors; None for all."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // replicas) if replicas > 1 else None
+    return max(1, usable_cores() // replicas) if replicas > 1 else None
 
 
 def _visible(number: int, replicas: int) -> dict[str, str] | None:

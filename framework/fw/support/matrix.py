@@ -106,7 +106,7 @@ class Matrix:
     def write(self, file: Path = FILE) -> None:
         """For :meth:`read`."""
         both = {"training": self.training.as_json(), "generating": self.generating.as_json()}
-        file.write_text(json.dumps(both, indent=1, ensure_ascii=False) + "\n")
+        file.write_text(_by_lines(both) + "\n")
 
     @cached_property
     def kinds(self) -> Mapping[str, Sequence[str]]:
@@ -144,3 +144,19 @@ class Matrix:
         if any(runs.proven(one, other) for runs in where):
             return "proven"
         return "untested" if self.refusal(one, other) is None else "refused"
+
+
+def _by_lines(value: Any, depth: int = 0) -> str:
+    """JSON in which a row, a kind or a refusal is a line, so that a difference of two is one of these."""
+    inside = depth < 3 and isinstance(value, dict | list) and any(isinstance(each, dict | list) for each in _values(value))
+    if not inside:
+        return json.dumps(value, ensure_ascii=False)
+    keys = [f"{json.dumps(key)}: " for key in value] if isinstance(value, dict) else [""] * len(value)
+    margin = "\n" + " " * (depth + 1)
+    lines = (margin + key + _by_lines(each, depth + 1) for key, each in zip(keys, _values(value), strict=True))
+    begin, end = "{}" if isinstance(value, dict) else "[]"
+    return begin + ",".join(lines) + "\n" + " " * depth + end
+
+
+def _values(value: dict[str, Any] | list[Any]) -> list[Any]:
+    return list(value.values()) if isinstance(value, dict) else value
