@@ -1,62 +1,19 @@
-"""Files of requests, with OpenAI's own client: what is asked, what goes wrong, and servers that end in the middle."""
+"""Files of requests, with OpenAI's own client: what is asked, and what goes wrong."""
 
 from __future__ import annotations
 
-import json
 import os
 import resource
-import signal
 from concurrent.futures import ThreadPoolExecutor
 
 import openai
 import pytest
 
-from conftest import fw as run_fw
+from server import batch_calls as calls
+from server.batch_calls import CHAT, EMBEDDINGS, TEXT
 from serving import serving, until
 
-CHAT, TEXT, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
-ENDED = ("completed", "failed", "cancelled", "expired")
 MAX_BODY = 4096
-
-
-def _line(number, url=TEXT, **body):
-    return {"custom_id": f"line {number}", "method": "POST", "url": url, "body": body}
-
-
-def _long(count, max_tokens=200):
-    """Lines that take their time."""
-    return [_line(n, prompt=f"{n}, ", max_tokens=max_tokens, temperature=0, ignore_eos=True) for n in range(count)]
-
-
-def _upload(client, lines):
-    text = "\n".join(each if isinstance(each, str) else json.dumps(each) for each in lines)
-    return client.files.create(file=("asked.jsonl", text.encode()), purpose="batch").id
-
-
-def _create(client, lines, endpoint=TEXT, **more):
-    return client.batches.create(input_file_id=_upload(client, lines), endpoint=endpoint, completion_window="24h", **more)
-
-
-def _until(client, batch, what):
-    return until(lambda: (found := client.batches.retrieve(batch.id)) and what(found) and found)
-
-
-def _ended(client, batch):
-    return _until(client, batch, lambda found: found.status in ENDED)
-
-
-def _lines(client, file):
-    return [json.loads(text) for text in client.files.content(file).text.splitlines()] if file else []
-
-
-def _answers(client, batch):
-    """Of both files by ``custom_id``, of which none is there twice; as many as are counted."""
-    well, failed = _lines(client, batch.output_file_id), _lines(client, batch.error_file_id)
-    assert (len(well), len(failed)) == (batch.request_counts.completed, batch.request_counts.failed)
-    found = {each["custom_id"]: each for each in [*well, *failed]}
-    assert len(found) == len(well) + len(failed) and all(set(each) == {"id", "custom_id", "response", "error"} for each in found.values())
-    assert len({each["id"] for each in found.values()}) == len(found)
-    return found
 
 
 @pytest.fixture(scope="module")
@@ -85,16 +42,16 @@ def test_answers_are_those_of_requests_by_themselves(batching, client, endpoint)
         bodies = [{"prompt": [text, text + text], "max_tokens": 12, "temperature": 0, "logprobs": 1, "echo": True} for text in texts]
     else:
         bodies = [{"input": [text, text + text], "dimensions": 7} for text in texts]
-    batch = _create(client, [_line(n, endpoint, **body) for n, body in enumerate(bodies)], endpoint, metadata={"whose": "ours"})
+    batch = calls.create(client, [calls.line(n, endpoint, **body) for n, body in enumerate(bodies)], endpoint, metadata={"whose": "ours"})
     assert batch.status == "validating" and not batch.model_extra and batch.expires_at - batch.created_at == 24 * 60 * 60
-    batch = _ended(client, batch)
+    batch = calls.ended(client, batch)
     assert batch.status == "completed" and batch.metadata == {"whose": "ours"} and batch.endpoint == endpoint
     assert batch.created_at <= batch.in_progress_at <= batch.finalizing_at <= batch.completed_at
     assert (batch.request_counts.total, batch.error_file_id, batch.errors) == (len(bodies), None, None)
     told = client.files.retrieve(batch.output_file_id)
     assert (told.purpose, told.filename) == ("batch_output", f"{batch.id}_output.jsonl") and not told.model_extra
     assert told.bytes == len(client.files.content(told.id).content)
-    answers = _answers(client, batch)
+    answers = calls.answers(client, batch)
     with batching.client() as plain:
         for number, body in enumerate(bodies):
             answer = answers[f"line {number}"]
@@ -117,24 +74,24 @@ def test_answers_are_those_of_requests_by_themselves(batching, client, endpoint)
 
 
 def test_a_file_that_is_wrong_is_told_by_line(client):
-    good = _line(1, prompt="x")
+    good = calls.line(1, prompt="x")
     lines = [
         good,
         '{"custom_id": "half',
         "[]",
         "",
         {**good, "body": {"prompt": "another"}},
-        {**_line(2), "url": CHAT},
-        {**_line(3), "method": "GET"},
+        {**calls.line(2), "url": CHAT},
+        {**calls.line(3), "method": "GET"},
         {"method": "POST", "url": TEXT, "body": {}},
-        {**_line(4), "body": "x"},
-        {**_line(5), "more": 1},
-        _line(6, prompt="x" * MAX_BODY),
+        {**calls.line(4), "body": "x"},
+        {**calls.line(5), "more": 1},
+        calls.line(6, prompt="x" * MAX_BODY),
         "[" * 3000,
         '{"custom_id": "\\ud800", "method": "POST", "url": "/v1/completions", "body": {}}',
-        _line(7, prompt="x"),
+        calls.line(7, prompt="x"),
     ]
-    batch = _ended(client, _create(client, lines))
+    batch = calls.ended(client, calls.create(client, lines))
     assert batch.status == "failed" and batch.failed_at and (batch.output_file_id, batch.error_file_id) == (None, None)
     assert {error.line: error.code for error in batch.errors.data} == {
         2: "invalid_json_line",
@@ -150,9 +107,9 @@ def test_a_file_that_is_wrong_is_told_by_line(client):
         13: "invalid_value",
     }
     assert [error.param for error in batch.errors.data][2:6] == ["custom_id", "url", "method", "custom_id"]
-    empty = _ended(client, _create(client, ["", ""]))
+    empty = calls.ended(client, calls.create(client, ["", ""]))
     assert [(error.line, error.code) for error in empty.errors.data] == [(None, "empty_file")]
-    many = _ended(client, _create(client, ["x"] * 1000))
+    many = calls.ended(client, calls.create(client, ["x"] * 1000))
     assert len(many.errors.data) == 100
 
 
@@ -168,11 +125,11 @@ def test_a_line_that_fails_fails_alone(batching, client):
         "a form": ({"prompt": "x", "regex": "("}, 400, None),
         "more than there is room for": ({"prompt": ["x"] * 7, "max_tokens": 1}, 429, "queue_full"),
     }
-    lines = [{**_line(0, **body), "custom_id": name} for name, (body, _, _) in wrong.items()]
-    wide = [_line("wide", prompt=["x"] * 6, max_tokens=1)]  # more than are computed at once; some of it must wait
-    batch = _ended(client, _create(client, [*_long(2, 5), *lines, *wide, *_long(6, 5)[2:]]))
+    lines = [{**calls.line(0, **body), "custom_id": name} for name, (body, _, _) in wrong.items()]
+    wide = [calls.line("wide", prompt=["x"] * 6, max_tokens=1)]  # more than are computed at once; some of it must wait
+    batch = calls.ended(client, calls.create(client, [*calls.long_lines(2, 5), *lines, *wide, *calls.long_lines(6, 5)[2:]]))
     assert batch.status == "completed" and (batch.request_counts.completed, batch.request_counts.failed) == (7, len(wrong))
-    answers = _answers(client, batch)
+    answers = calls.answers(client, batch)
     for name, (body, status, code) in wrong.items():
         response = answers[name]["response"]
         assert (response["status_code"], response["body"]["error"]["code"]) == (status, code), name
@@ -185,8 +142,8 @@ def test_a_line_that_fails_fails_alone(batching, client):
 
 def test_who_waits_for_an_answer_is_not_refused_for_a_batch(batching, client):
     """A batch has what is computed at once, and nothing of the queue, which two may wait in."""
-    batch = _create(client, _long(300, 20))
-    _until(client, batch, lambda found: found.request_counts.completed)
+    batch = calls.create(client, calls.long_lines(300, 20))
+    calls.wait_until(client, batch, lambda found: found.request_counts.completed)
     sizes = []
 
     def ask(number):
@@ -200,32 +157,32 @@ def test_who_waits_for_an_answer_is_not_refused_for_a_batch(batching, client):
         list(threads.map(ask, range(2)))
     assert client.batches.retrieve(batch.id).status == "in_progress" and max(sizes) <= 6
     client.batches.cancel(batch.id)
-    _ended(client, batch)
+    calls.ended(client, batch)
 
 
 def test_a_batch_that_is_cancelled_keeps_its_answers(batching, client):
-    lines = _long(200)
+    lines = calls.long_lines(200)
     lines[0]["body"]["max_tokens"] = 1
-    batch = _create(client, lines)
-    _until(client, batch, lambda found: found.request_counts.completed)
+    batch = calls.create(client, lines)
+    calls.wait_until(client, batch, lambda found: found.request_counts.completed)
     with pytest.raises(openai.BadRequestError, match="cancel it first"):
         client.files.delete(batch.input_file_id)
     assert client.batches.cancel(batch.id).status == "cancelling"
-    batch = _ended(client, batch)
+    batch = calls.ended(client, batch)
     assert batch.status == "cancelled" and batch.cancelling_at <= batch.cancelled_at
     assert 0 < batch.request_counts.completed < 200 and not batch.request_counts.failed
-    assert len(_answers(client, batch)) == batch.request_counts.completed
+    assert len(calls.answers(client, batch)) == batch.request_counts.completed
     assert batching.idle()
     assert client.batches.cancel(batch.id).status == "cancelled"
     client.files.delete(batch.input_file_id)
-    done = _ended(client, _create(client, _long(1, 1)))
+    done = calls.ended(client, calls.create(client, calls.long_lines(1, 1)))
     with pytest.raises(openai.BadRequestError, match="completed"):
         client.batches.cancel(done.id)
 
 
 def test_files(batching, client):
     before = {file.id for file in client.files.list()}
-    ids = [_upload(client, [f"{n}"]) for n in range(5)]
+    ids = [calls.upload(client, [f"{n}"]) for n in range(5)]
     assert [file.id for file in client.files.list(limit=2) if file.id not in before] == ids[::-1]  # page after page
     assert [file.id for file in client.files.list(order="asc", limit=3) if file.id not in before] == ids
     assert set(ids) <= {file.id for file in client.files.list(purpose="batch")}
@@ -278,7 +235,7 @@ def test_large_files_come_and_go_as_they_are(batching, client):
 
 def test_no_room_on_the_disk(batching, client):
     """As far as the server can tell: its files may not grow."""
-    file = _upload(client, ["x"])
+    file = calls.upload(client, ["x"])
     known, left = len(client.files.list().data), sorted(batching.place.iterdir())
     before = resource.prlimit(batching.process.pid, resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
     try:
@@ -328,7 +285,7 @@ def test_forms_that_are_wrong(batching):
 
 
 def test_ids_are_no_paths(batching, client):
-    file = _upload(client, ["x"])
+    file = calls.upload(client, ["x"])
     strange = ("lock", "..", "../lock", "%2e%2e%2flock", "..%2F..%2Fetc%2Fpasswd", "%2Fetc%2Fpasswd", f"{file}%00", f"{file}.json")
     strange += (file.upper(), file[:-1], f"{file}0", file.replace("file-", "batch_"), "a" * 3000, f"{file}%0A")
     kinds = (("files", ""), ("files", "/content"), ("batches", ""))
@@ -350,98 +307,3 @@ def test_ids_are_no_paths(batching, client):
             assert plain.get(f"/v1/files?{query}").status_code == 400
         assert plain.get("/v1/batches?limit=101").status_code == 400
     assert client.files.content(file).text == "x"
-
-
-def _record(files, batch):
-    return json.loads((files / f"{batch.id}.json").read_text())
-
-
-def test_whatever_ends_a_server_no_line_is_lost_or_repeated(directory, tmp_path):
-    """Its engine is killed; then it is killed itself, with a line half written; then it is asked to end; then time is over."""
-    files = tmp_path / "made" / "files"
-    words = [f"serve.files_dir={files}", "inference.dtype=fp32", "inference.max_sequences=2", "--name", "ours"]
-    lines = _long(60, 100)
-    with serving(directory, *words) as server:
-        client = server.openai()
-        batch = _create(client, lines)
-        _until(client, batch, lambda found: found.request_counts.completed >= 3)
-        os.kill(server.engine(), signal.SIGKILL)
-        assert server.ended() == 1
-    record = _record(files, batch)
-    assert record["batch"]["status"] == "in_progress" and not (files / record["failed"]).exists()
-    assert files.stat().st_mode & 0o777 == 0o700 and all(path.stat().st_mode & 0o777 == 0o600 for path in files.iterdir())
-    first = (files / record["output"]).read_bytes()
-
-    with serving(directory, *words) as server:
-        client = server.openai()
-        found = _until(client, batch, lambda found: found.request_counts.completed >= first.count(b"\n") + 3)
-        assert found.status == "in_progress"
-        size = (files / record["output"]).stat().st_size + 100  # in the middle of a line the disk is full
-        resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
-        until(lambda: [line for line in server.log if "tries again" in line.get("message", "")])
-        assert client.batches.retrieve(batch.id).status == "in_progress"
-        server.process.kill()
-        server.ended()
-    second = (files / record["output"]).read_bytes()
-    assert second.startswith(first) and not second.endswith(b"\n")
-    second = second[: second.rindex(b"\n") + 1]
-    (files / f"{record['failed']}.part").write_text("x")
-    orphan = files / ("file-" + "0" * 24)
-    orphan.write_text("of an upload that did not end")
-
-    with serving(directory, *words, "--drain", "60") as server:
-        client = server.openai()
-        assert not orphan.exists() and not list(files.glob("*.part"))
-        batch = _ended(client, batch)
-        answers = _answers(client, batch)
-        assert batch.status == "completed" and set(answers) == {line["custom_id"] for line in lines}
-        content = client.files.content(batch.output_file_id).content
-        assert content.startswith(second)
-        for number in (0, 59):
-            alone = server.client().post(TEXT, json=lines[number]["body"]).json()
-            assert alone["choices"][0]["text"] == answers[f"line {number}"]["response"]["body"]["choices"][0]["text"]
-        late, waits = _create(client, lines), _create(client, lines)
-        _until(client, late, lambda found: found.request_counts.completed >= 2)
-        server.terminate()
-        assert server.ended() == 0
-        log = server.log  # what had begun has ended
-        (at,) = [number for number, line in enumerate(log) if line["event"] == "draining"]
-        ended = [line for line in log[at:] if line["event"] == "request" and "batch" in line]
-        assert log[at]["sequences"] <= len(ended) <= 4 and all(line["status"] == 200 for line in ended)
-    for each in (late, waits):
-        record = _record(files, each)
-        assert record["batch"]["status"] in ("validating", "in_progress") and not (files / record["failed"]).exists()
-    record = _record(files, late)
-    done = (files / record["output"]).read_bytes()
-    record["batch"]["expires_at"] = record["batch"]["created_at"]
-    (files / f"{late.id}.json").write_text(json.dumps(record))
-
-    with serving(directory, *words[:-1], "theirs") as server:
-        client = server.openai()
-        assert client.files.content(batch.output_file_id).content == content
-        found = run_fw("serve", str(directory), "--port", "0", *words)
-        assert found.code == 2 and "another server" in found.err and str(server.process.pid) in found.err
-        late = _ended(client, late)
-        assert late.status == "expired" and client.files.content(late.output_file_id).content == done
-        answers = _answers(client, late)
-        assert set(answers) == {line["custom_id"] for line in lines} and late.request_counts.failed == 60 - done.count(b"\n")
-        for each in _lines(client, late.error_file_id):
-            assert each["response"] is None and each["error"]["code"] == "batch_expired"
-        # Of another model it answers nothing; it can be cancelled all the same.
-        assert client.batches.retrieve(waits.id).status in ("validating", "in_progress")
-        assert [line for line in server.log if line.get("id") == waits.id and "ours" in line.get("message", "")]
-        client.batches.cancel(waits.id)
-        assert _ended(client, waits).status == "cancelled"
-
-
-@pytest.mark.parametrize("what", ["file", "others", "record"])
-def test_a_directory_that_cannot_be_used(directory, tmp_path, what):
-    place = tmp_path / "files"
-    if what == "file":
-        place.write_text("")
-    else:
-        place.mkdir()
-        place.chmod(0o777 if what == "others" else 0o700)
-        (place / ("batch_" + "0" * 24 + ".json")).write_text("{")
-    found = run_fw("serve", str(directory), "--port", "0", f"serve.files_dir={place}")
-    assert found.code == 2 and "serve.files_dir" in found.err and str(place) in found.err
