@@ -76,13 +76,13 @@ def _evaluated(llm: Any, sets: list[Any], tasks: list[str], options: argparse.Na
 
     told: dict[str, Any] = {"model": options.model, "text": {}, "tasks": {}}
     width = max((len(each.name) for each in sets), default=0)
-    if sets and not options.json:
-        print(f"{'':{width}}  {'tokens':>11}  {'loss':>8}  {'perplexity':>10}  {'bits/byte':>9}")
-    for each in sets:
+    for number, each in enumerate(sets):
         loss = held_out_loss(llm, each)
         told["text"][each.name] = loss.as_json()
         _keep(told, options.output)
         if not options.json:
+            if number == 0:
+                print(f"{'':{width}}  {'tokens':>11}  {'loss':>8}  {'perplexity':>10}  {'bits/byte':>9}")
             print(
                 f"{each.name:{width}}  {loss.tokens:11,}  {loss.loss:8.4f}  {loss.perplexity:10.3f}  {loss.bits_per_byte:9.4f}", flush=True
             )
