@@ -12,6 +12,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fw.caches import cache_dir as cache_dir
     from fw.checkpointing.placement import local_part as local_part
     from fw.config import LaunchSection as LaunchSection, format_size as format_size, parse_size as parse_size
     from fw.errors import (
@@ -128,6 +129,7 @@ if TYPE_CHECKING:
 _NAMES = {
     "fw.checkpointing.placement": "local_part",
     "fw.config": "LaunchSection format_size parse_size",
+    "fw.caches": "cache_dir",
     "fw.errors": "EXIT_FAILED EXIT_INTERRUPTED EXIT_OK EXIT_REQUEUE EXIT_USER FwError RunError UserError describe did_you_mean",
     "fw.kinds": "make plugin_class",
     "fw.kinds.activation": "ActivationPlugin repeating repeats",

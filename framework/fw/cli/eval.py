@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -78,7 +79,7 @@ def _evaluated(llm: Any, sets: list[Any], tasks: list[str], options: argparse.Na
     width = max((len(each.name) for each in sets), default=0)
     for number, each in enumerate(sets):
         loss = held_out_loss(llm, each)
-        told["text"][each.name] = loss.as_json()
+        told["text"][each.name] = asdict(loss)
         _keep(told, options.output)
         if not options.json:
             if number == 0:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from fw.caches import cache_dir, user_cache
 from fw.doctor.finding import Finding
 from fw.launching.cores import usable_cores
 
@@ -107,12 +108,10 @@ def disks(places: dict[str, Path] | None = None, measured: bool = True) -> Itera
         places: by what goes there.
         measured: write and read a file in the first one.
     """
-    cache = os.environ.get("FW_CACHE")
-    default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     where = places or {
         "runs": Path.cwd(),
-        "cache": Path(cache) if cache else default / "fw",
-        "hub": Path(os.environ.get("HF_HOME") or default / "huggingface"),
+        "cache": cache_dir(),
+        "hub": Path(os.environ.get("HF_HOME") or user_cache() / "huggingface"),
         "temporary": Path(tempfile.gettempdir()),
     }
     for number, (name, path) in enumerate(where.items()):

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from fw.caches import user_cache
 from fw.doctor.finding import Finding
 from fw.launching.cores import usable_cores
 
@@ -81,7 +82,7 @@ def compiler() -> Iterator[Finding]:
 def locks(caches: list[Path] | None = None) -> Iterator[Finding]:
     """Locks of torch's extension builder, which DeepSpeed's operators use: one that a killed run left makes the next one wait for ever."""
     given = os.environ.get("TORCH_EXTENSIONS_DIR")
-    where = caches or [Path(given) if given else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "torch_extensions"]
+    where = caches or [Path(given) if given else user_cache() / "torch_extensions"]
     stale = [
         file
         for cache in where

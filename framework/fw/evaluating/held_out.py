@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from glob import glob
 from pathlib import Path
-from typing import Any
 
 from tqdm import tqdm
 
@@ -78,10 +77,6 @@ class Loss:
     loss: float
     perplexity: float
     bits_per_byte: float
-
-    def as_json(self) -> dict[str, Any]:
-        """By name."""
-        return asdict(self)
 
 
 def held_out_loss(llm: LLM, texts: TextSet) -> Loss:

@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
+from fw.caches import cache_dir
 from fw.kernels.threads import of_torch
 
 _HERE = Path(__file__).parent
@@ -46,7 +47,7 @@ def library(*flags: str) -> ctypes.CDLL:
     every = [*_FLAGS, *flags]
     version = subprocess.run([compiler, "--version"], capture_output=True, check=False).stdout
     told = b"\0".join([text, version, " ".join(every).encode(), _processor()])
-    made = _kept_in() / f"fw-{hashlib.sha256(told).hexdigest()[:16]}.so"
+    made = cache_dir() / "kernels" / f"fw-{hashlib.sha256(told).hexdigest()[:16]}.so"
     if not made.exists():
         _compile(compiler, every, sources, made)
     try:
@@ -94,11 +95,6 @@ def _run(command: Sequence[str]) -> None:
     if found.returncode:
         of = next((Path(word).name for word in command if word.endswith(".cpp")), "the objects")
         raise NotCompiled(f"{command[0]} refuses {of}: {(found.stderr.strip() or 'it says nothing').splitlines()[0]}")
-
-
-def _kept_in() -> Path:
-    given = os.environ.get("FW_CACHE")
-    return (Path(given) if given else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fw") / "kernels"
 
 
 def _processor() -> bytes:

@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 import fcntl
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from fw.api import UserError
+from fw.api import UserError, cache_dir
 
 META = "meta.json"
 """A file of every finished directory."""
 
 
-def cached(cache_dir: str, name: str, build: Callable[[Path], None]) -> Path:
+def cached(given: str, name: str, build: Callable[[Path], None]) -> Path:
     """The directory ``name``, made by ``build`` where it is not there yet: by one process at a time, and whole or not at all.
 
     Args:
-        cache_dir: where; empty for $FW_CACHE, else fw under the user's cache directory.
+        given: where; empty for $FW_CACHE, else fw under the user's cache directory.
         build: fills an empty directory, :data:`META` included.
 
     Raises:
         UserError: the cache cannot be made.
     """
-    root = _root(cache_dir)
+    root = Path(given).expanduser() if given else cache_dir()
     directory = root / name
     if (directory / META).is_file():
         return directory
@@ -46,11 +45,3 @@ def cached(cache_dir: str, name: str, build: Callable[[Path], None]) -> Path:
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
     return directory
-
-
-def _root(cache_dir: str) -> Path:
-    if cache_dir:
-        return Path(cache_dir).expanduser()
-    if "FW_CACHE" in os.environ:
-        return Path(os.environ["FW_CACHE"])
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fw"
