@@ -16,6 +16,7 @@ from distributed.operators import has_libaio
 from fw import registry
 from fw.kinds import KINDS
 from fw.support import telling
+from fw.support.causes import CAUSES, cause_of
 from fw.support.matrix import APART, Matrix, Refusal, Runs
 from matrix.covering import all_pairs, cover, pairs_of
 from matrix.levels import GENERATING, PARTS, TRIPLES, prepare
@@ -74,6 +75,20 @@ def test_every_refusal_has_a_reason_and_a_way_out():
         assert len(each.sentence) > 40 and re.search(r"because|use |set |choose|; ", each.sentence), each
 
 
+def test_every_refusal_has_one_cause_and_every_cause_a_refusal():
+    for each in MATRIX.refusals:
+        assert sum(cause.told in each.sentence for cause in CAUSES) == 1, each
+    assert {cause_of(each.sentence) for each in MATRIX.refusals} == set(CAUSES)
+    assert all((cause.source is None) == (cause.whose == "fw") and (cause.shown is None) == (cause.whose != "upstream") for cause in CAUSES)
+
+
+@pytest.mark.parametrize("cause", [cause for cause in CAUSES if cause.shown], ids=lambda cause: cause.told)
+def test_causes_of_other_projects_are_in_their_code(cause):
+    file, piece = cause.shown
+    package = pytest.importorskip(file.partition("/")[0])
+    assert piece in (Path(package.__file__).parents[1] / file).read_text(), f"{cause.why} Is it still so?"
+
+
 @pytest.mark.parametrize("row", tenth(list(MATRIX.training.rows)), ids=lambda row: f"{row['model']}, {row['sharding']}, …")
 def test_a_tenth_trains_is_saved_and_goes_on(row, files, tmp_path):
     if row["offload"] == "optimizer to files" and row["sharding"].startswith("zero") and not has_libaio():
@@ -124,8 +139,14 @@ def test_the_command_prints_numbers_and_two_kinds():
     assert [row[0][header.index(" nf4 ") + 1] for row in rows] == ["x", "+", "x"]
     at = lines.index("x peft 'dora' with quantization 'nf4'")
     assert lines[at + 1].startswith("  quantization 'nf4' does not work with peft 'dora', because")
+    assert lines[at + 2 : at + 4] == [
+        "  DoRA divides by the norm of weight and change together, in every step; from codes that is the whole weight decoded again.",
+        "  https://arxiv.org/abs/2402.09353",
+    ]
     found = json.loads(fw("plugins", "matrix", "peft", "quantization", "--json").ok().out)
-    assert {"peft": "lora", "quantization": "nf4", "status": "proven", "sentence": None} in found
+    assert {"peft": "lora", "quantization": "nf4", "status": "proven", "sentence": None, "cause": None, "source": None} in found
+    (refused,) = (each for each in found if (each["peft"], each["quantization"]) == ("dora", "nf4"))
+    assert refused["sentence"] and refused["cause"] and refused["source"] == "https://arxiv.org/abs/2402.09353"
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from itertools import combinations, product
 
+from fw.support.causes import CAUSES, Cause, Whose, cause_of
 from fw.support.matrix import APART, Matrix, Status
 
 _ORDER: tuple[Status, ...] = ("proven", "refused", "independent", "untested")
@@ -27,13 +28,16 @@ def in_words(found: Counter[Status]) -> str:
 
 
 def pairs(matrix: Matrix, kinds: Sequence[str] = ()) -> list[dict[str, str | None]]:
-    """Of two kinds, or of each two there are: the pair, its status and, where it is refused, the sentence."""
+    """Of two kinds, or of each two there are: the pair, its status and, where it is refused, the sentence, why, and where that is from."""
     found = []
     for one, other in combinations(kinds or matrix.kinds, 2):
         for a, b in product(matrix.kinds[one], matrix.kinds[other]):
             pair = (one, a), (other, b)
             status = matrix.status(*pair)
-            found.append({one: a, other: b, "status": status, "sentence": matrix.refusal(*pair) if status == "refused" else None})
+            sentence = matrix.refusal(*pair) if status == "refused" else None
+            cause = cause_of(sentence or "")
+            told = {"sentence": sentence, "cause": cause and cause.why, "source": cause and cause.source}
+            found.append({one: a, other: b, "status": status, **told})
     return found
 
 
@@ -76,7 +80,9 @@ def two_kinds(matrix: Matrix, one: str, other: str) -> str:
     found = counts(matrix, one, other)
     lines += ["", *(f"{MARKS[status]} {status}: {_WORDS[status]}" for status in _ORDER if found[status])]
     for sentence, of in refused.items():
-        lines += ["", *(f"x {pair}" for pair in of), f"  {sentence}"]
+        cause = cause_of(sentence)
+        why = [cause.why, *filter(None, [cause.source])] if cause else []
+        lines += ["", *(f"x {pair}" for pair in of), *(f"  {line}" for line in (sentence, *why))]
     return "\n".join([*lines, "", in_words(found)])
 
 
@@ -102,10 +108,17 @@ with; a run with something else says once that nobody has.
 
 ## What is refused, and why
 
-Each by the program, with the place in the config in front.
+Each by the program, with the place in the config in front. What another project is like is looked up in its code by a test, so that a
+refusal goes when its cause does.
 
 {refused}
 """
+
+_WHOSE: dict[Whose, str] = {
+    "upstream": "Because of another project",
+    "method": "Because of what the method is",
+    "fw": "Because of fw, which could do otherwise",
+}
 
 
 def page(matrix: Matrix) -> str:
@@ -115,23 +128,32 @@ def page(matrix: Matrix) -> str:
     for row, one in enumerate(kinds[:-1]):
         cells = [_cell(counts(matrix, one, other)) if column > row else "" for column, other in enumerate(kinds[1:], 1)]
         table.append(f"| {one} | " + " | ".join(cells) + " |")
-    refused: dict[str, list[str]] = {}
-    for runs, when in ((matrix.training, ""), (matrix.generating, ", generating")):
-        for each in runs.refusals:
-            who = " × ".join(f"{kind} `{name}`" for kind, name in sorted(each.of))
-            refused.setdefault(each.sentence, []).append(f"{who}{when}")
     apart: dict[str, list[str]] = {}
     for (kind, name), why in APART.items():
         apart.setdefault(why, []).append(f"{kind} `{name}`")
-    ordered = sorted((sorted(set(who)), sentence) for sentence, who in refused.items())
     return _PAGE.format(
         training=len(matrix.training.rows),
         generating=len(matrix.generating.rows),
         total=in_words(totals(matrix)),
         table="\n".join(table),
         apart="\n".join(f"- So are {' and '.join(names)}: each {why}." for why, names in apart.items()),
-        refused="\n".join(f"- {'; '.join(who)}: *{sentence}*" for who, sentence in ordered),
+        refused="\n\n".join(_refused(matrix, whose) for whose in _WHOSE),
     )
+
+
+def _refused(matrix: Matrix, whose: Whose) -> str:
+    """By causes, each with what is refused for it."""
+    refused: dict[Cause, dict[str, set[str]]] = {cause: {} for cause in CAUSES if cause.whose == whose}
+    for runs, when in ((matrix.training, ""), (matrix.generating, ", generating")):
+        for each in runs.refusals:
+            if (cause := cause_of(each.sentence)) in refused:
+                who = " × ".join(f"{kind} `{name}`" for kind, name in sorted(each.of))
+                refused[cause].setdefault(each.sentence, set()).add(f"{who}{when}")
+    lines = [f"### {_WHOSE[whose]}", ""]
+    for cause, sentences in refused.items():
+        lines.append(f"- {cause.why}" + (f" ([source]({cause.source}))" if cause.source else ""))
+        lines += sorted(f"    - {'; '.join(sorted(of))}: *{sentence}*" for sentence, of in sentences.items())
+    return "\n".join(lines)
 
 
 def _cell(found: Counter[Status]) -> str:
