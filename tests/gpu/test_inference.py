@@ -71,6 +71,29 @@ def test_as_many_at_once_as_come(directory):
     assert llm.engine.runner.steady.repeated > 30 and len(llm.engine.runner.steady._known) <= 5
 
 
+@pytest.mark.parametrize("replay", [True, False])
+@pytest.mark.parametrize("settings", [{"temperature": 0}, {"temperature": 0.9, "top_p": 0.95, "top_k": 50}], ids=str)
+def test_steps_begin_before_tokens_are_known(directory, settings, replay):
+    """Of sequences that end one after another, some by a token that only the device knows when the next step begins."""
+    found = {}
+    for overlap in (True, False):
+        llm = fw.LLM(directory, dtype="fp32", device="cuda", kv_budget="64MiB", replay=replay, overlap=overlap)
+        early, run = [], llm.engine.runner.run
+        llm.engine.runner.run = lambda pieces, tokens_T=None, early=early, run=run: (
+            early.append(tokens_T is not None),
+            run(pieces, tokens_T),
+        )[1]
+        for n in range(13):
+            stops = {"stop_token_ids": list(range(n, VOCABULARY, 17))} if n % 3 == 0 else {}
+            sampling = llm.sampling(max_tokens=5 + 4 * n, ignore_eos=True, seed=n, **settings, **stops)
+            llm.engine.add(str(n), ONES[n % 5][: 3 * n + 1], sampling)
+        found[overlap] = {}
+        while len(llm.engine):
+            found[overlap] |= {result.key: result.completions[0].token_ids for result in llm.engine.step()[1]}
+        assert (sum(early) > 30) == overlap
+    assert found[True] == found[False]
+
+
 @pytest.mark.parametrize("to", ["int8", "int4", "fp8"])
 def test_fewer_bits(directory, to):
     if to == "fp8" and torch.cuda.get_device_capability() < (8, 9):

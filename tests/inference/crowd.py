@@ -54,18 +54,22 @@ class Arithmetic:
         self.cache = cache
         self.most = 0
         self.computed = 0
+        self.ahead = 0
         self.scheduler: Scheduler
 
-    def run(self, pieces: Sequence[Piece]) -> list[Tensor]:
+    def run(self, pieces: Sequence[Piece], tokens_T: Tensor | None = None) -> list[Tensor]:
         if self.scheduler.waiting:
             first, last = self.scheduler.waiting[0], self.scheduler.running[-1]
             assert first.request.priority >= last.request.priority, "who goes first does not wait for who goes last"
         self.cache.begin([piece.stretch for piece in pieces])
-        tokens = [offset(piece.adapter) + token for piece in pieces for token in piece.tokens]
-        tokens_T = torch.tensor(tokens, dtype=torch.float32)[:, None, None]
-        self.cache.attend(0, torch.zeros_like(tokens_T), tokens_T, -tokens_T, scale=1.0)
+        if tokens_T is None:
+            tokens_T = torch.tensor([offset(piece.adapter) + token for piece in pieces for token in piece.tokens])
+        else:
+            self.ahead += 1
+        k_TKH = tokens_T.float()[:, None, None]
+        self.cache.attend(0, torch.zeros_like(k_TKH), k_TKH, -k_TKH, scale=1.0)
         self.most = max(self.most, len(pieces))
-        self.computed += len(tokens_T)
+        self.computed += len(k_TKH)
         return [self._rows(piece) for piece in pieces]
 
     def _rows(self, piece: Piece) -> Tensor:
@@ -82,7 +86,7 @@ class Arithmetic:
 class Crowd:
     """An engine, and what its requests must come to."""
 
-    def __init__(self, blocks: int, **options: Any) -> None:
+    def __init__(self, blocks: int, overlap: bool = False, **options: Any) -> None:
         needs = KVNeeds([KVShape(1, 1)], torch.float32, torch.device("cpu"), 0, CONTEXT, CONTEXT)
         self.cache = CacheInBlocks(needs, BlockPool(blocks, SIZE), Plain(torch.float32))
         self.runner = Arithmetic(self.cache)
@@ -91,7 +95,8 @@ class Crowd:
         adapters = Adapters(torch.nn.Module(), torch.device("cpu"), lambda directory: {})  # type: ignore[arg-type]
         for name in ADAPTERS:
             adapters.load(name, "")
-        self.engine = Engine(self.runner, self.cache, section, _TOKENIZER, context, VOCABULARY, frozenset([END]), Reads(0, 0), adapters)
+        ends, reads = frozenset([END]), Reads(0, 0)
+        self.engine = Engine(self.runner, self.cache, section, _TOKENIZER, context, VOCABULARY, ends, reads, adapters, overlap=overlap)
         self.runner.scheduler = self.engine.scheduler
         self.asked: dict[str, tuple[list[int], Sampling]] = {}
         self.results: dict[str, Result] = {}

@@ -54,7 +54,7 @@ def test_tokens_come_as_often_as_they_are_probable():
     """Chi-squared over 4,000 draws, each of a row of a batch; 99.99 % of fair draws pass."""
     row = logits(3)[:12]
     one = answer(temperature=0.8, top_k=8)
-    drawn = torch.tensor([choose(row[None], [one], [], frozenset()).tokens[0] for _ in range(4000)])
+    drawn = torch.tensor([choose(row[None], [one], [], frozenset()).told().tokens[0] for _ in range(4000)])
     p = probabilities(row, one.request.sampling)
     counts = torch.bincount(drawn, minlength=12)
     assert not counts[p == 0].any()
@@ -72,8 +72,8 @@ def test_a_row_does_not_depend_on_its_company():
             one.generator = torch.Generator().manual_seed(number)
         return found
 
-    together = choose(rows, asked(), [], frozenset([2])).tokens
-    alone = [choose(rows[n : n + 1], [asked()[n]], [], frozenset([2])).tokens[0] for n in range(5)]
+    together = choose(rows, asked(), [], frozenset([2])).told().tokens
+    alone = [choose(rows[n : n + 1], [asked()[n]], [], frozenset([2])).told().tokens[0] for n in range(5)]
     assert together == alone
 
 
@@ -99,10 +99,10 @@ def test_presence_and_frequency_count_the_answer_alone():
 def test_bias_and_the_least_number_of_tokens():
     row = logits()
     best, second = row.topk(2).indices.tolist()
-    assert choose(row[None], [answer(temperature=0, logit_bias={77: 100.0})], [], frozenset()).tokens == [77]
-    assert choose(row[None], [answer(temperature=0, min_tokens=1)], [], frozenset([best])).tokens == [second], "the model's end"
-    assert choose(row[None], [answer(temperature=0, min_tokens=1, stop_token_ids=[best])], [], frozenset()).tokens == [second]
-    assert choose(row[None], [answer([1], temperature=0, min_tokens=1)], [], frozenset([best])).tokens == [best], "enough"
+    assert choose(row[None], [answer(temperature=0, logit_bias={77: 100.0})], [], frozenset()).told().tokens == [77]
+    assert choose(row[None], [answer(temperature=0, min_tokens=1)], [], frozenset([best])).told().tokens == [second], "the model's end"
+    assert choose(row[None], [answer(temperature=0, min_tokens=1, stop_token_ids=[best])], [], frozenset()).told().tokens == [second]
+    assert choose(row[None], [answer([1], temperature=0, min_tokens=1)], [], frozenset([best])).told().tokens == [best], "enough"
 
 
 @pytest.mark.parametrize(

@@ -14,13 +14,13 @@ from fw.errors import UserError
 from inference.crowd import ADAPTERS, CONTEXT, END, SIZE, VOCABULARY, Crowd, some_prompt
 
 
-@pytest.mark.parametrize("speculate", [0, 3])
-def test_ten_thousand_requests(speculate):
+@pytest.mark.parametrize(("speculate", "overlap"), [(0, False), (3, False), (0, True)])
+def test_ten_thousand_requests(speculate, overlap):
     chance = random.Random(0)
-    crowd = Crowd(blocks=40, max_sequences=8, step_tokens=40, speculate=speculate)
+    crowd = Crowd(blocks=40, overlap=overlap, max_sequences=8, step_tokens=40, speculate=speculate)
     most_waiting = 0
     for number in range(10_000):
-        ask(crowd, str(number), chance)
+        ask(crowd, str(number), chance, plain=overlap and number % 200 < 150)
         while len(crowd.engine) > chance.randint(4, 24):
             crowd.step()
         if chance.random() < 0.1 and crowd.engine._requests:
@@ -31,10 +31,11 @@ def test_ten_thousand_requests(speculate):
     ended = [result.finish_reason for result in crowd.results.values()]
     assert min(ended.count(reason) for reason in ("stop", "length", "abort")) > 500
     assert crowd.engine.scheduler.preemptions > 100 and crowd.runner.most == 8 and most_waiting > 10
+    assert (crowd.runner.ahead > 1000) == overlap
     assert sum(result.cached_tokens > 0 for result in crowd.results.values()) > 1000
 
 
-def ask(crowd: Crowd, key: str, chance: random.Random) -> None:
+def ask(crowd: Crowd, key: str, chance: random.Random, plain: bool) -> None:
     crowd.add(
         key,
         some_prompt(chance, chance.choice([3, 20, 40])),
@@ -42,8 +43,8 @@ def ask(crowd: Crowd, key: str, chance: random.Random) -> None:
         max_tokens=chance.choice([1, 5, 12, 40, None]),
         n=chance.choice([1, 1, 1, 1, 2, 4]),
         stop_token_ids=chance.choice([(), (), (9, 12)]),
-        prompt_logprobs=chance.choice([None, None, None, 0]),
-        adapter=chance.choice([None, None, *ADAPTERS]),
+        prompt_logprobs=None if plain else chance.choice([None, None, None, 0]),
+        adapter=None if plain else chance.choice([None, None, *ADAPTERS]),
     )
     if chance.random() < 0.01:
         crowd.replace(chance.choice(ADAPTERS))
@@ -58,10 +59,12 @@ class Machine(RuleBasedStateMachine):
         step=st.integers(6, 40),
         share=st.one_of(st.none(), st.integers(1, 9)),
         speculate=st.sampled_from([0, 0, 1, 4]),
+        overlap=st.booleans(),
     )
-    def begin(self, blocks: int, sequences: int, step: int, share: int | None, speculate: int) -> None:
-        self.crowd = Crowd(blocks, max_sequences=sequences, step_tokens=step, prompt_tokens=share, speculate=speculate)
-        self.count = 0
+    def begin(self, blocks: int, sequences: int, step: int, share: int | None, speculate: int, overlap: bool) -> None:
+        self.crowd = Crowd(blocks, overlap, max_sequences=sequences, step_tokens=step, prompt_tokens=share, speculate=speculate)
+        self.count, self.plain = 0, overlap
+        """Whether nobody asks for what keeps others from going ahead."""
 
     @rule(
         prompt=st.lists(st.integers(3, 5), min_size=1, max_size=CONTEXT),
@@ -73,6 +76,8 @@ class Machine(RuleBasedStateMachine):
     )
     def add(self, prompt: list[int], priority: int, most: int | None, n: int, logprobs: int | None, adapter: str | None) -> None:
         engine = self.crowd.engine
+        if self.plain:
+            logprobs = adapter = None
         fits = len(prompt) < engine.context and n <= engine.scheduler.most
         try:
             self.crowd.add(str(self.count), prompt, priority, adapter, max_tokens=most, n=n, prompt_logprobs=logprobs)

@@ -49,6 +49,10 @@ class InferenceSection:
     replay: bool = True
     """Record a step of a few tokens, on a GPU as a CUDA graph, and repeat it without Python as long as there are as many of as many
     sequences. A recording takes about what a step's activations do. Steps of adapters and models with forward hooks are left to Python."""
+    overlap: bool = True
+    """On a GPU, begin a step before the last one's tokens have come from there, and look at these meanwhile: Python between steps costs no
+    time. What is generated stays the same. Not with log-probabilities, penalties, forms, adapters, guesses or several ranks. On a CPU a
+    step ends before anything else begins."""
     prompt_tokens: int | None = None
     """Of these, most that one prompt may take, so that a long one does not keep short ones waiting; empty for half."""
 

@@ -53,6 +53,7 @@ class Piece:
     """Tokens of a sequence that a step computes, and those whose logits are wanted.
 
     Attributes:
+        tokens: none where they are on the device alone.
         wanted: positions, from the stretch's start on.
         adapter: that the tokens are computed with.
         hidden: positions likewise, whose hidden states are wanted, and no logits.
@@ -110,18 +111,21 @@ class Runner:
         tied = self._tied[1]
         return head if tied is None else lambda x_D: head.capped(tied(x_D))
 
-    def run(self, pieces: Sequence[Piece]) -> list[Tensor]:
+    def run(self, pieces: Sequence[Piece], tokens_T: Tensor | None = None) -> list[Tensor]:
         """Logits ``[wanted, V]`` of each in fp32, or hidden states ``[hidden, D]`` where these are wanted, which are there until the next
-        step. Keys and values of all tokens are in the cache afterwards."""
-        with torch.inference_mode(), self._ranks.step(pieces):
-            return self._run(pieces)
+        step. Keys and values of all tokens are in the cache afterwards.
 
-    def _run(self, pieces: Sequence[Piece]) -> list[Tensor]:
-        self._adapters.serve([piece.adapter for piece in pieces for _ in piece.tokens])
+        Args:
+            tokens_T: of all pieces, where they are on the device alone; with one rank.
+        """
+        with torch.inference_mode(), self._ranks.step(pieces):
+            return self._run(pieces, tokens_T)
+
+    def _run(self, pieces: Sequence[Piece], tokens_T: Tensor | None) -> list[Tensor]:
+        self._adapters.serve([piece.adapter for piece in pieces for _ in range(piece.stretch.length)])
         plain = all(piece.adapter is None and not piece.hidden for piece in pieces)
-        if plain and self.steady is not None and (logits_RV := self.steady.run(pieces)) is not None:
+        if plain and self.steady is not None and (logits_RV := self.steady.run(pieces, tokens_T)) is not None:
             return list(logits_RV.split([len(piece.wanted) for piece in pieces]))
-        tokens = [token for piece in pieces for token in piece.tokens]
         at = [position for piece in pieces for position in range(piece.stretch.start, piece.stretch.end)]
         rows, hidden, begin = [], [], 0
         for piece in pieces:
@@ -130,7 +134,9 @@ class Runner:
             begin += piece.stretch.length
         self._cache.begin([piece.stretch for piece in pieces])
         wanted_R = torch.tensor(rows, dtype=torch.int64, device=self._device)
-        ids_1T, positions_1T = (torch.tensor([these], device=self._device) for these in (tokens, at))
+        if tokens_T is None:
+            tokens_T = torch.tensor([token for piece in pieces for token in piece.tokens], device=self._device)
+        ids_1T, positions_1T = tokens_T[None], torch.tensor([at], device=self._device)
         states: list[Tensor] = []
         logits_RV = self._logits(ids_1T, positions_1T, wanted_R, states.append if any(hidden) else None)
         found = list(logits_RV.split([len(piece.wanted) for piece in pieces]))

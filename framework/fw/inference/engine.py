@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import count
@@ -15,12 +15,14 @@ from fw.errors import UserError
 from fw.inference.adapters import Adapters
 from fw.inference.cached import Piece, Runner
 from fw.inference.options import Sampling
+from fw.inference.pieces import goes_on_simply, piece_of
 from fw.inference.results import Completion, Delta, FinishReason, Pooling, Result
-from fw.inference.sampling import choose
+from fw.inference.sampling import Choice, choose
 from fw.inference.scheduler import Scheduler
 from fw.inference.sequence import Answer, Logprobs, Request
 from fw.inference.speculation import Guesser
 from fw.inference.structure import Structure
+from fw.inference.telling import embedding, pool, tell, tell_prompt
 from fw.inference.text import AnswerText
 from fw.kinds.kv_cache import KVCache, Stretch
 from fw.tokenizer import Tokenizer
@@ -38,8 +40,26 @@ class Reads:
     token_bytes: float
 
 
+@dataclass
+class _Made:
+    """A step that was begun.
+
+    Attributes:
+        choice: of a token of each, where that was begun, too.
+    """
+
+    taken: Sequence[tuple[Answer, Stretch]]
+    pieces: Sequence[Piece]
+    logits: Sequence[Tensor]
+    choice: Choice | None = None
+
+
 class Engine:
     """Generates for many requests at once. One thread uses it.
+
+    With ``overlap`` a step is begun, where that can be, before the tokens of the one before have come from the device: these are its input
+    there. The host looks at them while the device computes. An answer that ends by its token has been computed one token too far, and
+    what came of that is dropped.
 
     Args:
         runner: of the model, over ``cache``.
@@ -51,6 +71,7 @@ class Engine:
         guesser: of what comes next; None where nobody guesses.
         threads: is entered for each step: how many threads there are meanwhile.
         shows_hidden_states: whether the model does, so that prompts have embeddings.
+        overlap: with one rank, and nobody who guesses.
     """
 
     def __init__(
@@ -67,6 +88,7 @@ class Engine:
         guesser: Guesser | None = None,
         threads: Callable[[], AbstractContextManager[None]] = nullcontext,
         shows_hidden_states: bool = True,
+        overlap: bool = False,
     ) -> None:
         self.runner, self._options, self._tokenizer = runner, options, tokenizer
         self.context, self.vocab_size, self.ends = context, vocab_size, ends
@@ -75,7 +97,8 @@ class Engine:
         self.reads, self.read_bytes = reads, 0
         self.guesses, self.right_guesses = 0, 0
         self.adapters, self.guesser, self._threads = adapters, guesser, threads
-        self._shows_hidden_states = shows_hidden_states
+        self._shows_hidden_states, self.overlap = shows_hidden_states, overlap and guesser is None
+        self._ahead: _Made | None = None
         self._requests: dict[str, Request] = {}
         self._texts: dict[int, AnswerText] = {}
         self._arrivals, self._numbers = count(), count()
@@ -159,35 +182,74 @@ class Engine:
             return self._step()
 
     def _step(self) -> tuple[list[Delta], list[Result]]:
-        taken = self.scheduler.step()
-        if not taken:
+        made = self._begun()
+        if not made.taken:
             return [], []
-        pieces = [_piece(answer, stretch) for answer, stretch in taken]
-        logits = self.runner.run(pieces)
-        self.scheduler.computed(taken)
-        self.read_bytes += self.reads.step_bytes + int(self.reads.token_bytes * sum(stretch.end for _, stretch in taken))
+        if self.overlap:
+            self._ahead = self._following(made)
+        return self._looked_at(made)
+
+    def _begun(self) -> _Made:
+        """The step that was begun ahead, as far as somebody still wants it; else one that begins now."""
+        made, self._ahead = self._ahead, None
+        if made is not None:
+            if any(answer.finish_reason is None for answer, _ in made.taken):
+                return made
+            assert made.choice is not None
+            made.choice.wait()  # the device has read what it was told, which may be written anew
+        taken = self.scheduler.step()
+        pieces = [piece_of(answer, stretch) for answer, stretch in taken]
+        return _Made(taken, pieces, self.runner.run(pieces) if taken else [])
+
+    def _following(self, made: _Made) -> _Made | None:
+        """The next step, if all that it computes is known but for the tokens themselves, which are on the device."""
+        rows = [row for row, (answer, _) in enumerate(made.taken) if answer.finish_reason is None]
+        here = [made.taken[row] for row in rows]
+        if not all(goes_on_simply(answer, stretch) for answer, stretch in here) or not (taken := self.scheduler.after(here)):
+            return None
+        made.choice = made.choice or self._choice([rows_RV[-1] for rows_RV in made.logits], [answer for answer, _ in made.taken])
+        tokens_B = made.choice.tokens_B
+        if len(taken) < len(tokens_B):
+            going = {answer for answer, _ in taken}
+            tokens_B = torch.stack([tokens_B[row] for row in rows if made.taken[row][0] in going])
+        pieces = [Piece(stretch, (), range(1)) for _, stretch in taken]
+        logits = self.runner.run(pieces, tokens_B)
+        # Before the next step is made in the same places.
+        return _Made(taken, pieces, logits, self._choice([rows_RV[-1] for rows_RV in logits], [answer for answer, _ in taken]))
+
+    def _looked_at(self, made: _Made) -> tuple[list[Delta], list[Result]]:
+        here = [(row, answer, stretch) for row, (answer, stretch) in enumerate(made.taken) if answer.finish_reason is None]
+        self.scheduler.computed([(answer, stretch) for _, answer, stretch in here])
+        self.read_bytes += self.reads.step_bytes + int(self.reads.token_bytes * sum(stretch.end for _, stretch in made.taken))
+        if made.choice is not None:
+            deltas = self._chosen({row: answer for row, answer, _ in here}, made.choice)
+            return deltas, self._results(deltas)
         ready: list[tuple[Answer, Tensor]] = []
         guessed: list[tuple[Answer, Tensor]] = []
         ended_at_once: list[Answer] = []
-        for (answer, stretch), piece, rows_RV in zip(taken, pieces, logits, strict=True):
+        for row, answer, stretch in here:
+            piece, rows_RV = made.pieces[row], made.logits[row]
             if answer.request.pooling is not None:
-                _pool(answer.request, rows_RV, begins=stretch.start == 0)
+                pool(answer.request, rows_RV, begins=stretch.start == 0)
             elif answer.request.wants_prompt:
-                _tell_prompt(answer.request, stretch.start + piece.wanted.start, rows_RV)
+                tell_prompt(answer.request, stretch.start + piece.wanted.start, rows_RV)
             if answer.remaining == 0 and answer.request.limit == 0:
                 ended_at_once += self._all_of(answer)
             elif answer.remaining == 0:
                 guesses = stretch.end - answer.computed
                 ready += [(each, rows_RV[-1 - guesses]) for each in self._all_of(answer)]
                 guessed += [(answer, rows_RV[-guesses:])] if guesses else []
-        deltas = self._chosen(ready) if ready else []
+        deltas = self._chosen_of(ready) if ready else []
         deltas += self._checked(guessed)
         for each in ended_at_once:
             deltas.append(Delta(each.request.key, each.index, self._finish(each, "length"), None, None, "length"))
         self._guess([answer for answer, _ in ready])
+        return deltas, self._results(deltas)
+
+    def _results(self, deltas: Sequence[Delta]) -> list[Result]:
+        """Of requests that have ended by these."""
         ended = [self._requests[key] for key in dict.fromkeys(d.key for d in deltas if d.finish_reason)]
-        results = [self._ended(request) for request in ended if all(a.finish_reason for a in request.answers)]
-        return deltas, results
+        return [self._ended(request) for request in ended if all(a.finish_reason for a in request.answers)]
 
     def _checked(self, guessed: Sequence[tuple[Answer, Tensor]]) -> list[Delta]:
         """Tokens after those that were guessed, as far as guesses are what was chosen."""
@@ -202,7 +264,7 @@ class Engine:
             self.right_guesses += len(guessed)
             for answer, _ in guessed:
                 answer.computed += 1
-            deltas += self._chosen([(answer, rows_RV[turn]) for answer, rows_RV in guessed])
+            deltas += self._chosen_of([(answer, rows_RV[turn]) for answer, rows_RV in guessed])
             turn += 1
         return deltas
 
@@ -235,22 +297,28 @@ class Engine:
         request = answer.request
         return [answer, *(self._answer(request, answer.index + 1 + n) for n in range(answer.copies))]
 
-    def _chosen(self, ready: Sequence[tuple[Answer, Tensor]]) -> list[Delta]:
-        answers = [answer for answer, _ in ready]
+    def _choice(self, rows: Sequence[Tensor], answers: Sequence[Answer]) -> Choice:
         known = [answer.request.sampling for answer in answers]
         asked = [row for row, sampling in enumerate(known) if sampling.logprobs is not None or sampling.best_of is not None]
-        chosen = choose([row_V for _, row_V in ready], answers, asked, self.ends)
-        tokens = chosen.tokens
-        own_AV = {} if chosen.own_AV is None else dict(zip(asked, chosen.own_AV, strict=True))
+        return choose(rows, answers, asked, self.ends)
+
+    def _chosen_of(self, ready: Sequence[tuple[Answer, Tensor]]) -> list[Delta]:
+        answers = [answer for answer, _ in ready]
+        return self._chosen(dict(enumerate(answers)), self._choice([row_V for _, row_V in ready], answers))
+
+    def _chosen(self, answers: Mapping[int, Answer], choice: Choice) -> list[Delta]:
+        """Tokens of these answers, by their rows."""
+        chosen = choice.told()
         first: dict[str, Answer] = {}
-        for row, (answer, token) in enumerate(zip(answers, tokens, strict=True)):
-            if row in own_AV:
-                _tell(answer.logprobs, own_AV[row], chosen.logprobs[row], known[row].logprobs or 0)
+        for row, answer in answers.items():
+            if row in chosen.logprobs:
+                own_V = chosen.own(row) if answer.request.sampling.logprobs else None
+                tell(answer.logprobs, chosen.logprobs[row], own_V, answer.request.sampling.logprobs or 0)
                 answer.total += answer.logprobs.chosen[-1]
-            answer.tokens.append(token)
+            answer.tokens.append(chosen.tokens[row])
             if (of := first.setdefault(answer.request.key, answer)) is not answer and of.copies:
                 self.scheduler.begin_copy(of, answer)
-        return [self._take(answer, token) for answer, token in zip(answers, tokens, strict=True)]
+        return [self._take(answer, chosen.tokens[row]) for row, answer in answers.items()]
 
     def _take(self, answer: Answer, token: int) -> Delta:
         """What a new token means for its answer."""
@@ -311,59 +379,5 @@ class Engine:
         request.answers = []  # which know the request, too: without a circle both are gone at once, and not when somebody collects garbage
         prompt = request.prompt_logprobs
         return Result(
-            request.key, request.prompt, completions, prompt.chosen, prompt.top, request.cached, _embedding(request), request.error
+            request.key, request.prompt, completions, prompt.chosen, prompt.top, request.cached, embedding(request), request.error
         )
-
-
-def _piece(answer: Answer, stretch: Stretch) -> Piece:
-    """Rows of which log-probabilities of the prompt are wanted, else the last one where it is the last of all."""
-    last = stretch.end >= len(answer.tokens)
-    guesses = max(0, stretch.end - len(answer.tokens))
-    tokens = [*answer.tokens[stretch.start : stretch.end], *answer.guessed[:guesses]]
-    if (pooling := answer.request.pooling) is not None:
-        first = 0 if pooling == "mean" else stretch.length - last
-        return Piece(stretch, tokens, range(0), answer.request.adapter, range(first, stretch.length))
-    first = stretch.length - last - guesses
-    if answer.request.wants_prompt:
-        first = min(first, max(0, answer.request.sampling.prompt_logprobs_from - 1 - stretch.start))
-    return Piece(stretch, tokens, range(first, stretch.length), answer.request.adapter)
-
-
-def _pool(request: Request, rows_RD: Tensor, begins: bool) -> None:
-    """Hidden states of a stretch's tokens, as many as are wanted."""
-    if not rows_RD.numel():
-        return
-    if begins or request.hidden_D is None or request.pooling == "last":
-        request.hidden_D = rows_RD.sum(0)
-    else:
-        request.hidden_D += rows_RD.sum(0)
-
-
-def _embedding(request: Request) -> list[float]:
-    if request.hidden_D is None:
-        return []
-    mean_D = request.hidden_D / (len(request.prompt) if request.pooling == "mean" else 1)
-    return mean_D.tolist()
-
-
-def _tell_prompt(request: Request, begin: int, rows_RV: Tensor) -> None:
-    """Log-probabilities of the tokens that follow those at ``begin`` and after, as far as they are the prompt's and not known yet."""
-    told, top = request.prompt_logprobs, request.sampling.prompt_logprobs or 0
-    first = request.sampling.prompt_logprobs_from + len(told.chosen)
-    rows_RV = rows_RV[max(0, first - 1 - begin) : max(0, len(request.prompt) - 1 - begin)]
-    if not len(rows_RV):
-        return
-    ids_R1 = torch.tensor(request.prompt[first : first + len(rows_RV)], device=rows_RV.device)[:, None]
-    norms_R1 = rows_RV.logsumexp(-1, keepdim=True)
-    told.chosen += (rows_RV.gather(-1, ids_R1) - norms_R1).flatten().tolist()
-    if top:
-        values_Rt, likeliest_Rt = rows_RV.topk(min(top, rows_RV.shape[-1]))
-        both = zip(likeliest_Rt.tolist(), (values_Rt - norms_R1).tolist(), strict=True)
-        told.top += [dict(zip(ids, values, strict=True)) for ids, values in both]
-
-
-def _tell(told: Logprobs, logprobs_V: Tensor, chosen: float, top: int) -> None:
-    told.chosen.append(chosen)
-    if top:
-        values, ids = logprobs_V.topk(min(top, len(logprobs_V)))
-        told.top.append(dict(zip(ids.tolist(), values.tolist(), strict=True)))

@@ -94,6 +94,7 @@ def _loaded(prepared: Prepared, recipe: InferenceRecipe, tokenizer: Tokenizer, r
         _guesser(prepared, recipe),
         partial(_threads, prepared.own_threads, None if ranks is None else ranks.threads),
         own.model.shows_hidden_states,
+        overlap=recipe.inference.overlap and prepared.device.type == "cuda" and ranks is None,
     )
     chosen = {name: generation[name] for name in _CHOICE if generation.get(name) is not None} if generation.get("do_sample") else {}
     architecture = next(iter(prepared.config.get("architectures") or ()), "")

@@ -28,16 +28,58 @@ class Chosen:
     Attributes:
         tokens: one of each row.
         logprobs: of these under the model itself, by the number of the row, where they were asked for.
-        own_AV: all log-probabilities of such rows, in order; None where there are none.
+        own_AV: all log-probabilities of such rows, in that order; None where there are none.
     """
 
     tokens: list[int]
     logprobs: dict[int, float]
     own_AV: Tensor | None
 
+    def own(self, row: int) -> Tensor:
+        """All log-probabilities ``[V]`` of a row that was asked for."""
+        assert self.own_AV is not None
+        return self.own_AV[list(self.logprobs).index(row)]
 
-def choose(rows: Sequence[Tensor], answers: Sequence[Answer], asked: Sequence[int], ends: frozenset[int]) -> Chosen:
-    """A token for each row. Where none is drawn, what is found out comes from the device at once.
+
+class Choice:
+    """What is being chosen on the device, which the host has not waited for.
+
+    Args:
+        tokens_B: one of each row.
+        asked: rows whose log-probabilities are wanted.
+        own_AV: these, in order.
+    """
+
+    def __init__(self, tokens_B: Tensor, asked: Sequence[int], own_AV: Tensor | None) -> None:
+        self.tokens_B = tokens_B
+        self._asked, self._own_AV = asked, own_AV
+        found = tokens_B
+        if own_AV is not None:
+            of_A = tokens_B if len(asked) == len(tokens_B) else tokens_B[to_device(asked, tokens_B.device)]
+            # Numbers of tokens are exact in fp64, and log-probabilities stay what they are.
+            found = torch.cat([tokens_B.double(), own_AV.gather(1, of_A[:, None])[:, 0].double()])
+        self._found = found
+        self._event: torch.cuda.Event | None = None
+        if found.is_cuda:
+            self._found = torch.empty(found.shape, dtype=found.dtype, pin_memory=True).copy_(found, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def wait(self) -> None:
+        """Until it is there."""
+        if self._event is not None:
+            self._event.synchronize()
+
+    def told(self) -> Chosen:
+        """What it is."""
+        self.wait()
+        found = self._found.tolist()
+        count = len(self.tokens_B)
+        return Chosen([int(token) for token in found[:count]], dict(zip(self._asked, found[count:], strict=True)), self._own_AV)
+
+
+def choose(rows: Sequence[Tensor], answers: Sequence[Answer], asked: Sequence[int], ends: frozenset[int]) -> Choice:
+    """A token for each row.
 
     Args:
         rows: logits ``[V]`` in fp32.
@@ -47,46 +89,51 @@ def choose(rows: Sequence[Tensor], answers: Sequence[Answer], asked: Sequence[in
     """
     logits_BV, own_AV = gathered(rows, asked)
     change(logits_BV, answers, ends)
-    best_B = logits_BV.argmax(-1)
-    drawn = {row: answer for row, answer in enumerate(answers) if not answer.request.sampling.greedy}
-    if own_AV is None or drawn:
-        tokens: list[int] = best_B.tolist()
-        for row, answer in drawn.items():
-            tokens[row] = _draw(probabilities(logits_BV[row], answer.request.sampling), answer.generator)
-        if own_AV is None:
-            return Chosen(tokens, {}, None)
-        of_A = torch.tensor([tokens[row] for row in asked], device=own_AV.device)
-        told = own_AV.gather(1, of_A[:, None])[:, 0].tolist()
-    else:
-        of_A = best_B if len(asked) == len(rows) else best_B[asked]
-        # Numbers of tokens are exact in fp64, and log-probabilities stay what they are.
-        found = torch.cat([best_B.double(), own_AV.gather(1, of_A[:, None])[:, 0].double()]).tolist()
-        tokens, told = [int(token) for token in found[: len(rows)]], found[len(rows) :]
-    return Chosen(tokens, dict(zip(asked, told, strict=True)), own_AV)
+    tokens_B = logits_BV.argmax(-1)
+    alike: dict[tuple[float, ...], list[int]] = {}
+    for row, answer in enumerate(answers):
+        sampling = answer.request.sampling
+        if not sampling.greedy:
+            alike.setdefault((sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p), []).append(row)
+    for these in alike.values():
+        sampling, generators = answers[these[0]].request.sampling, [answers[row].generator for row in these]
+        if len(these) == len(rows):
+            tokens_B = _draw(probabilities(logits_BV, sampling), generators)
+        else:
+            rows_G = to_device(these, logits_BV.device)
+            tokens_B[rows_G] = _draw(probabilities(logits_BV[rows_G], sampling), generators)
+    return Choice(tokens_B, asked, own_AV)
 
 
-def probabilities(logits_V: Tensor, sampling: Sampling) -> Tensor:
-    """What a token is drawn by: temperature, then the likeliest by number, by their sum, and beside the likeliest one."""
-    logits_V = logits_V / sampling.temperature
-    if 0 < sampling.top_k < len(logits_V):
-        logits_V = logits_V.masked_fill(logits_V < logits_V.topk(sampling.top_k).values[-1], -torch.inf)
+def to_device(numbers: Sequence[int] | Sequence[float], device: torch.device) -> Tensor:
+    """For operators there, which the host does not wait for."""
+    there = torch.tensor(numbers, dtype=torch.float64 if isinstance(numbers[0], float) else torch.int64, pin_memory=device.type == "cuda")
+    return there.to(device, non_blocking=True)
+
+
+def probabilities(logits_GV: Tensor, sampling: Sampling) -> Tensor:
+    """What tokens are drawn by: temperature, then the likeliest by number, by their sum, and beside the likeliest one."""
+    logits_GV = logits_GV / sampling.temperature
+    if 0 < sampling.top_k < logits_GV.shape[-1]:
+        logits_GV = logits_GV.masked_fill(logits_GV < logits_GV.topk(sampling.top_k).values[..., -1:], -torch.inf)
     if sampling.top_p < 1:
-        ordered_V, which_V = logits_V.sort(descending=True, stable=True)
-        before_V = ordered_V.softmax(-1).cumsum(-1).roll(1)
-        before_V[0] = 0
-        logits_V = logits_V.index_fill(0, which_V[before_V >= sampling.top_p], -torch.inf)
+        ordered_GV, which_GV = logits_GV.sort(descending=True, stable=True)
+        before_GV = ordered_GV.softmax(-1).cumsum(-1).roll(1, -1)
+        before_GV[..., 0] = 0
+        logits_GV = logits_GV.scatter(-1, which_GV, ordered_GV.masked_fill(before_GV >= sampling.top_p, -torch.inf))
     if sampling.min_p > 0:
-        p_V = logits_V.softmax(-1)
-        logits_V = logits_V.masked_fill(p_V < sampling.min_p * p_V.max(), -torch.inf)
-    return logits_V.softmax(-1)
+        p_GV = logits_GV.softmax(-1)
+        logits_GV = logits_GV.masked_fill(p_GV < sampling.min_p * p_GV.amax(-1, keepdim=True), -torch.inf)
+    return logits_GV.softmax(-1)
 
 
-def _draw(p_V: Tensor, generator: torch.Generator | None) -> int:
-    """The token in whose part of the sum a number from 0 to 1 falls."""
-    sums_V = p_V.double().cumsum(-1)
-    at = torch.rand((), generator=generator, dtype=torch.float64).to(sums_V.device) * sums_V[-1]
-    index = int(torch.searchsorted(sums_V, at, right=True))
-    return min(index, int(p_V.nonzero()[-1]))
+def _draw(p_GV: Tensor, generators: Sequence[torch.Generator | None]) -> Tensor:
+    """Of each row the token in whose part of the sum a number from 0 to 1 falls."""
+    sums_GV = p_GV.double().cumsum(-1)
+    at_G = to_device([float(torch.rand((), generator=each, dtype=torch.float64)) for each in generators], p_GV.device) * sums_GV[:, -1]
+    index_G = torch.searchsorted(sums_GV, at_G[:, None], right=True)[:, 0]
+    last_G = torch.arange(p_GV.shape[-1], device=p_GV.device).where(p_GV > 0, 0).amax(-1)
+    return index_G.minimum(last_G)
 
 
 def change(logits_BV: Tensor, answers: Sequence[Answer], ends: frozenset[int]) -> None:

@@ -85,6 +85,23 @@ class Scheduler:
             left -= stretch.length
         return taken
 
+    def after(self, taken: Sequence[tuple[Answer, Stretch]]) -> list[tuple[Answer, Stretch]]:
+        """What the next step computes if each of these gets one token and nobody ends by it, with room for it; nothing where the next
+        step may have to be another one: somebody comes in, or has to make room.
+
+        Args:
+            taken: of a step whose tokens are not known yet; none wants more than one, or begins copies of itself.
+        """
+        if len(taken) < len(self.running) or (self.waiting and self._may_come_in(self.waiting[0])):
+            return []
+        going = [(answer, stretch) for answer, stretch in taken if answer.generated + 1 < answer.request.limit]
+        if len(going) > self._options.step_tokens or not all(self.cache.reserve(a.number, s.end, s.end + 1) for a, s in going):
+            return []
+        return [(answer, Stretch(answer.number, stretch.end, 1)) for answer, stretch in going]
+
+    def _may_come_in(self, answer: Answer) -> bool:
+        return self._has_place(answer) or answer.request.priority < self.running[-1].request.priority
+
     def _let_in_first(self) -> None:
         """Whoever goes before some that run takes their places, and in its turn of the step their room."""
         while self.waiting and self.running and self.waiting[0].request.priority < self.running[-1].request.priority:

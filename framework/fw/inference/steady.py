@@ -55,21 +55,31 @@ def _alike(found_RV: Tensor, again_RV: Tensor) -> bool:
 
 
 class _Inputs:
-    """Ids and positions of a step's tokens, and the rows whose logits are wanted."""
+    """Ids and positions of a step's tokens, and the rows whose logits are wanted.
+
+    A GPU may not have read what it was last told when it is told of the next step, but of the one before that it has: there are two of
+    what the host writes.
+    """
 
     def __init__(self, rows: Sequence[int], tokens: int, device: torch.device) -> None:
-        self._host = torch.zeros((2, tokens), dtype=torch.int64, pin_memory=device.type == "cuda")
-        self._there = self._host.to(device)  # on the CPU the same
+        self._there = torch.zeros((2, tokens), dtype=torch.int64, device=device)
+        on_gpu = device.type == "cuda"
+        self._hosts = [torch.zeros((2, tokens), dtype=torch.int64, pin_memory=True) for _ in range(2)] if on_gpu else [self._there]
         self.ids_1T, self.positions_1T = self._there[:1], self._there[1:]
         self.wanted_R = torch.tensor(rows, device=device)
 
-    def fill(self, pieces: Sequence[Piece]) -> None:
-        tokens = [token for piece in pieces for token in piece.tokens]
-        ids, positions = self._host.numpy()
-        ids[: len(tokens)] = tokens
-        positions[: len(tokens)] = [at for piece in pieces for at in range(piece.stretch.start, piece.stretch.end)]
-        if self._there is not self._host:
-            self._there.copy_(self._host, non_blocking=True)
+    def fill(self, pieces: Sequence[Piece], tokens_T: Tensor | None) -> None:
+        self._hosts.reverse()
+        host = self._hosts[0]
+        ids, positions = host.numpy()
+        at = [at for piece in pieces for at in range(piece.stretch.start, piece.stretch.end)]
+        positions[: len(at)] = at
+        if tokens_T is None:
+            ids[: len(at)] = [token for piece in pieces for token in piece.tokens]
+        if host is not self._there:
+            self._there.copy_(host, non_blocking=True)
+        if tokens_T is not None:
+            self.ids_1T[0, : len(at)].copy_(tokens_T)
 
     @property
     def all(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -113,8 +123,12 @@ class SteadySteps:
         self.repeated = 0
         """Steps that were made without Python."""
 
-    def run(self, pieces: Sequence[Piece]) -> Tensor | None:
-        """Logits ``[wanted, V]``, which are there until the next step; None, and nothing is done, where it is left to Python."""
+    def run(self, pieces: Sequence[Piece], tokens_T: Tensor | None = None) -> Tensor | None:
+        """Logits ``[wanted, V]``, which are there until the next step; None, and nothing is done, where it is left to Python.
+
+        Args:
+            tokens_T: of all pieces, where they are on the device alone.
+        """
         form = tuple((piece.stretch.length, len(piece.wanted)) for piece in pieces)
         wanted = sum(rows for _, rows in form)
         if any(not rows for _, rows in form) or sum(length for length, _ in form) > (_TOKENS_ON_GPU if self._on_gpu else _TOKENS):
@@ -127,12 +141,13 @@ class SteadySteps:
             return None
         if (step := self._known.get(form)) is not None:
             self._known.move_to_end(form)
-            return self._again(step, pieces, wanted)
-        found_RV = self._recorded(form, pieces) if form == before else None
+            return self._again(step, pieces, tokens_T, wanted)
+        found_RV = self._recorded(form, pieces, tokens_T) if form == before else None
         return None if found_RV is None else found_RV[:wanted]
 
-    def _again(self, step: _Step, pieces: Sequence[Piece], wanted: int) -> Tensor:
-        self._fill(step, pieces)
+    def _again(self, step: _Step, pieces: Sequence[Piece], tokens_T: Tensor | None, wanted: int) -> Tensor:
+        step.inputs.fill(pieces, tokens_T)
+        self._cache.begin([piece.stretch for piece in pieces], step.places)
         step.recording.play()
         if step.proven:
             self.repeated += 1
@@ -148,7 +163,7 @@ class SteadySteps:
         self.refused = why
         warnings.warn(f"{why}, in Python; its steps are not recorded, which is slower", stacklevel=2)
 
-    def _recorded(self, form: _Form, pieces: Sequence[Piece]) -> Tensor | None:
+    def _recorded(self, form: _Form, pieces: Sequence[Piece], tokens_T: Tensor | None) -> Tensor | None:
         if (places := self._cache.places([length for length, _ in form])) is None:
             self.refused = f"{type(self._cache).__name__} has no places that stay"
             return None
@@ -158,7 +173,7 @@ class SteadySteps:
             count += length
             rows += range(count - wanted, count)
         inputs = _Inputs(rows, count, self._device)
-        inputs.fill(pieces)
+        inputs.fill(pieces, tokens_T)
         self._cache.begin([piece.stretch for piece in pieces], places)
         recorder = Recorder(inputs.all, [*places.tensors, *self._model.parameters(), *self._model.buffers()])
         with nullcontext() if self._on_gpu else recorder.recording():
@@ -174,7 +189,3 @@ class SteadySteps:
         if len(self._known) > _MOST:
             self._known.popitem(last=False)
         return logits_RV
-
-    def _fill(self, step: _Step, pieces: Sequence[Piece]) -> None:
-        step.inputs.fill(pieces)
-        self._cache.begin([piece.stretch for piece in pieces], step.places)

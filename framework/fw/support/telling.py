@@ -36,8 +36,8 @@ def pairs(matrix: Matrix, kinds: Sequence[str] = ()) -> list[dict[str, str | Non
             status = matrix.status(*pair)
             sentence = matrix.refusal(*pair) if status == "refused" else None
             cause = cause_of(sentence or "")
-            told = {"sentence": sentence, "cause": cause and cause.why, "source": cause and cause.source}
-            found.append({one: a, other: b, "status": status, **told})
+            why, source = (None, None) if cause is None else (cause.why, cause.source)
+            found.append({one: a, other: b, "status": status, "sentence": sentence, "cause": why, "source": source})
     return found
 
 

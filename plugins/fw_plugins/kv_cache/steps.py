@@ -65,10 +65,47 @@ class KernelPlaces(Places):
     step: ForKernel
 
 
+class _Told:
+    """What the host tells the GPU of a step's sequences, in one piece of page-locked memory.
+
+    Args:
+        sizes: of the parts, in words.
+        shape: of the tables.
+    """
+
+    def __init__(self, sizes: Sequence[int], shape: tuple[int, int]) -> None:
+        self.words = torch.zeros(sum(sizes), dtype=torch.int32, pin_memory=True)
+        slots, tables, self.starts, self.begins, self.few, self.others = (part.numpy() for part in self.words.split(list(sizes)))
+        self.slots, self.tables = slots.view(np.int64), tables.reshape(shape)
+        self._written: list[tuple[list[int], int] | None] = [None] * shape[0]
+        """The table of each sequence, and up to which position it has been told."""
+
+    def fill(self, stretches: Sequence[Stretch], pool: BlockPool, is_few: Any) -> None:
+        """Rows of sequences that are not there become 0."""
+        size, count = pool.size, len(stretches)
+        slots: list[int] = []
+        for row, stretch in enumerate(stretches):
+            table = pool.tables[stretch.sequence]
+            slots += [table[at // size] * size + at % size for at in range(stretch.start, stretch.end)]
+            told = self._written[row]
+            # Blocks of what was computed before stay where they are, unless the sequence begins anew, with another table.
+            since = told[1] // size if told is not None and told[0] is table and told[1] <= stretch.start else 0
+            upto = pool.blocks_for(stretch.end)
+            self.tables[row, since:upto] = table[since:upto]
+            self._written[row] = (table, stretch.end)
+        self.slots[: len(slots)] = slots
+        self.slots[len(slots) :] = -1
+        self.starts[:count] = [stretch.start for stretch in stretches]
+        lengths = np.array([*(stretch.length for stretch in stretches), *[-1] * (len(is_few) - count)])
+        self.few[:] = np.where(is_few, lengths, 0)
+        self.others[:] = np.where(is_few, 0, lengths)
+
+
 class OnGPU:
     """A step's sequences, for the kernels of GPUs: those of few tokens, and the others.
 
-    What is told of them lies in one piece of page-locked memory, and goes to the GPU at once.
+    A GPU may not have read what it was last told when it is told of the next step, but of the one before that it has: there are two of
+    what the host writes.
 
     Args:
         lengths: tokens of each sequence; fewer sequences may be there.
@@ -78,10 +115,9 @@ class OnGPU:
     def __init__(self, lengths: Sequence[int], blocks: int, device: torch.device) -> None:
         count, tokens = len(lengths), sum(lengths)
         sizes = [2 * tokens, count * blocks, count, count, count, count]
-        self._host = torch.zeros(sum(sizes), dtype=torch.int32, pin_memory=True)
+        self._new = partial(_Told, sizes, (count, blocks))
+        self._told: list[_Told] = []
         self.words = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
-        slots, tables, self._starts, self._begins, self._few, self._others = (part.numpy() for part in self._host.split(sizes))
-        self._slots, self._tables = slots.view(np.int64), tables.reshape(count, blocks)
         slots_T, tables_BM, starts_B, begins_B, few_B, others_B = self.words.split(sizes)
         self.slots_T = slots_T.view(torch.int64)
         kernels = gpu.attention(device)
@@ -91,9 +127,7 @@ class OnGPU:
         self.sequences: list[Any] = [where(few_B, max(few))] if few else []
         self.sequences += [where(others_B, max(others))] if others else []
         self._is_few = np.array([length <= kernels.FEW for length in lengths])
-        self._begins[:] = np.cumsum([0, *lengths[:-1]])
-        self._written: list[tuple[list[int], int] | None] = [None] * count
-        """The table of each sequence, and up to which position it has been told."""
+        self._begins = np.cumsum([0, *lengths[:-1]])
 
     @staticmethod
     def of(stretches: Sequence[Stretch], pool: BlockPool, device: torch.device) -> OnGPU:
@@ -103,24 +137,15 @@ class OnGPU:
 
     def filled(self, stretches: Sequence[Stretch], pool: BlockPool) -> OnGPU:
         """With where these are now; rows of sequences that are not there become 0."""
-        size, count = pool.size, len(stretches)
-        slots: list[int] = []
-        for row, stretch in enumerate(stretches):
-            table = pool.tables[stretch.sequence]
-            slots += [table[at // size] * size + at % size for at in range(stretch.start, stretch.end)]
-            told = self._written[row]
-            # Blocks of what was computed before stay where they are, unless the sequence begins anew, with another table.
-            since = stretch.start // size if told is not None and told[0] is table and told[1] == stretch.start else 0
-            upto = pool.blocks_for(stretch.end)
-            self._tables[row, since:upto] = table[since:upto]
-            self._written[row] = (table, stretch.end)
-        self._slots[: len(slots)] = slots
-        self._slots[len(slots) :] = -1
-        self._starts[:count] = [stretch.start for stretch in stretches]
-        lengths = np.array([*(stretch.length for stretch in stretches), *[-1] * (len(self._is_few) - count)])
-        self._few[:] = np.where(self._is_few, lengths, 0)
-        self._others[:] = np.where(self._is_few, 0, lengths)
-        self.words.copy_(self._host, non_blocking=True)
+        if len(self._told) < 2:
+            told = self._new()
+            told.begins[:] = self._begins
+            self._told.append(told)
+        else:
+            told = self._told.pop(0)
+            self._told.append(told)
+        told.fill(stretches, pool, self._is_few)
+        self.words.copy_(told.words, non_blocking=True)
         return self
 
 
