@@ -94,6 +94,28 @@ def test_steps_begin_before_tokens_are_known(directory, settings, replay):
     assert found[True] == found[False]
 
 
+def test_kernels_are_compiled_for_a_model_and_not_for_each_step(directory):
+    """Of prompts of all lengths, and any number of sequences."""
+    from fw.kernels import gpu_attention, gpu_elementwise
+
+    kernels = [
+        gpu_attention._attend,
+        gpu_attention._put_together,
+        *(gpu_elementwise.__dict__[name] for name in ("_keep", "_rotate", "_rms_norm")),
+    ]
+
+    def compiled() -> list[int]:
+        return [sum(len(cache[0]) for cache in kernel.device_caches.values()) for kernel in kernels]
+
+    llm = fw.LLM(directory, dtype="bf16", device="cuda", kv_budget="64MiB")
+    llm.generate([ONES[0], *ONES[:2], *(ONES[n % 5][:3] for n in range(40))], **GREEDY)
+    llm.generate([ONES[0]], **GREEDY)
+    before = compiled()
+    for count in (1, 2, 3, 5, 9, 14, 23, 40):
+        llm.generate([ONES[n % 5][: 1 + (7 * n + count) % 40] for n in range(count)], **{**GREEDY, "max_tokens": 1 + count % 7})
+    assert compiled() == before and sum(before[:2]) <= 6
+
+
 @pytest.mark.parametrize("to", ["int8", "int4", "fp8"])
 def test_fewer_bits(directory, to):
     if to == "fp8" and torch.cuda.get_device_capability() < (8, 9):

@@ -2,6 +2,9 @@
 
 Where a sequence has few tokens its keys are divided among programs, whose results are put together by a second kernel (Flash-Decoding, Dao
 et al. 2023, https://crfm.stanford.edu/2023/10/12/flashdecoding.html). Shape suffixes as in :mod:`fw.kernels.attention`.
+
+A kernel is compiled anew, for half a second, for each other value of what it knows when it is compiled: that is what stays with a model,
+and nothing that comes with a step.
 """
 
 from __future__ import annotations
@@ -50,15 +53,15 @@ def _numbers(kept, scales, row_N, dim, seen_N, inside, KIND: tl.constexpr, DIM: 
     return found_NH
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["blocks", "tile_count", "part_count", "query_count"])
 def _attend(
     q, keys, values, key_scales, value_scales, tables, starts, lengths, begins, out, parts, logs,
-    scale, softcap, window, sinks, blocks, q_step,
+    scale, softcap, window, sinks, q_step, blocks, tile_count, part_count, query_count,
     KIND: tl.constexpr, HEADS: tl.constexpr, KV: tl.constexpr, DIM: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr,
-    ROW: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, QUERIES: tl.constexpr,
-    CAPPED: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, TILES: tl.constexpr,
+    ROW: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr, DIVIDED: tl.constexpr,
+    CAPPED: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    sequence, tile = tl.program_id(0) // TILES, tl.program_id(0) % TILES
+    sequence, tile = tl.program_id(0) // tile_count, tl.program_id(0) % tile_count
     kv, part = tl.program_id(1), tl.program_id(2)
     length = tl.load(lengths + sequence)
     start = tl.load(starts + sequence)
@@ -83,7 +86,7 @@ def _attend(
     lowest = first
     if SINKS:
         lowest = start * 0
-    each = tl.cdiv(tl.cdiv(total - lowest, BLOCK), PARTS) * BLOCK
+    each = tl.cdiv(tl.cdiv(total - lowest, BLOCK), part_count) * BLOCK
     low = lowest + part * each
     high = tl.minimum(total, low + each)
     most_M = tl.full([ROWS], -float("inf"), tl.float32)
@@ -114,21 +117,21 @@ def _attend(
         acc_MH = acc_MH * faded_M[:, None] + tl.dot(p_MN.to(v_NH.dtype), v_NH, input_precision="ieee")
         most_M = new_M
     found_MH = acc_MH / tl.where(sum_M > 0, sum_M, 1.0)[:, None]
-    if PARTS == 1:
-        written_M = mine_M | ((length < 0) & (query_M == 0))
+    if not DIVIDED:
+        written_M = tl.where(length < 0, query_M == 0, mine_M)
         to = out + (begin + query_M)[:, None] * (HEADS * DIM) + (head_M * DIM)[:, None] + dim[None, :]
         tl.store(to, found_MH.to(out.dtype.element_ty), mask=written_M[:, None] & inside[None, :])
     else:
-        one_M = ((sequence.to(tl.int64) * QUERIES + query_M) * HEADS + head_M) * PARTS + part
+        one_M = ((sequence.to(tl.int64) * query_count + query_M) * HEADS + head_M) * part_count + part
         tl.store(parts + one_M[:, None] * DIM + dim[None, :], found_MH, mask=mine_M[:, None] & inside[None, :])
         log_M = tl.where(sum_M > 0, most_M + tl.log(tl.where(sum_M > 0, sum_M, 1.0)), -float("inf"))
         tl.store(logs + one_M, log_M, mask=mine_M)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["part_count", "query_count"])
 def _put_together(
-    parts, logs, lengths, begins, out,
-    HEADS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, PARTS: tl.constexpr, MOST: tl.constexpr, QUERIES: tl.constexpr,
+    parts, logs, lengths, begins, out, part_count, query_count,
+    HEADS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, MOST: tl.constexpr,
 ):  # fmt: skip
     sequence, query, head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     length = tl.load(lengths + sequence)
@@ -136,10 +139,10 @@ def _put_together(
     inside = dim < DIM
     to = out + ((tl.load(begins + sequence).to(tl.int64) + query) * HEADS + head) * DIM + dim
     if query < length:
-        one_P = ((sequence.to(tl.int64) * QUERIES + query) * HEADS + head) * PARTS + part
-        log_P = tl.load(logs + one_P, mask=part < PARTS, other=-float("inf"))
+        one_P = ((sequence.to(tl.int64) * query_count + query) * HEADS + head) * part_count + part
+        log_P = tl.load(logs + one_P, mask=part < part_count, other=-float("inf"))
         share_P = tl.exp(log_P - tl.max(log_P, 0))
-        found_PH = tl.load(parts + one_P[:, None] * DIM + dim[None, :], mask=(part < PARTS)[:, None] & inside[None, :], other=0.0)
+        found_PH = tl.load(parts + one_P[:, None] * DIM + dim[None, :], mask=(part < part_count)[:, None] & inside[None, :], other=0.0)
         found_H = tl.sum(found_PH * share_P[:, None], 0) / tl.sum(share_P, 0)
         tl.store(to, found_H.to(out.dtype.element_ty), mask=inside)
     elif (query == 0) & (length < 0):
@@ -198,7 +201,9 @@ def attend_blocks(
     wide = max(16, triton.next_power_of_2(dim))
     for where in sequences:
         count, most = where.tables_BM.shape
-        at_once = min(_MOST_ROWS, max(16, triton.next_power_of_2(where.queries * (heads // kv_heads))))
+        at_once = _MOST_ROWS
+        if where.queries <= FEW:
+            at_once = min(_MOST_ROWS, max(16, triton.next_power_of_2(where.queries * (heads // kv_heads))))
         tiles = triton.cdiv(where.queries * (heads // kv_heads), at_once)
         parts = 1
         if where.queries <= FEW:
@@ -208,14 +213,14 @@ def attend_blocks(
         logs = torch.empty(shape if parts > 1 else (1,), dtype=torch.float32, device=q_TNH.device)
         _attend[(count * tiles, kv_heads, parts)](
             q_TNH, *kept, *scales, where.tables_BM, where.starts_B, where.lengths_B, where.begins_B, out_TNH, found, logs,
-            scale, softcap or 0.0, window or 0, sinks, most, q_TNH.stride(0),
+            scale, softcap or 0.0, window or 0, sinks, q_TNH.stride(0), most, tiles, parts, where.queries,
             KIND="plain" if plain else rows.kind, HEADS=heads, KV=kv_heads, DIM=dim, GROUP=rows.group, SIZE=size, ROW=kept[0].shape[-1],
-            ROWS=at_once, WIDE=wide, BLOCK=_KEYS, PARTS=parts, QUERIES=where.queries, CAPPED=softcap is not None,
-            WINDOW=window is not None, SINKS=sinks > 0, TILES=tiles, num_warps=4, num_stages=2,
+            ROWS=at_once, WIDE=wide, BLOCK=_KEYS, DIVIDED=parts > 1, CAPPED=softcap is not None,
+            WINDOW=window is not None, SINKS=sinks > 0, num_warps=4, num_stages=2,
         )  # fmt: skip
         if parts > 1:
             _put_together[(count, where.queries, heads)](
-                found, logs, where.lengths_B, where.begins_B, out_TNH,
-                HEADS=heads, DIM=dim, WIDE=wide, PARTS=parts, MOST=triton.next_power_of_2(parts), QUERIES=where.queries, num_warps=2,
+                found, logs, where.lengths_B, where.begins_B, out_TNH, parts, where.queries,
+                HEADS=heads, DIM=dim, WIDE=wide, MOST=_MOST_PARTS, num_warps=2,
             )  # fmt: skip
     return out_TNH

@@ -65,6 +65,21 @@ class KernelPlaces(Places):
     step: ForKernel
 
 
+_ALIGNED = 4
+"""Words of 16 bytes: a kernel is compiled anew for what does not begin at a multiple of them."""
+
+
+def _parts(words: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+    """So many words each."""
+    aligned = words.split([-(-size // _ALIGNED) * _ALIGNED for size in sizes])
+    return [part[:size] for part, size in zip(aligned, sizes, strict=True)]
+
+
+def _words(sizes: Sequence[int]) -> int:
+    """Of all parts."""
+    return sum(-(-size // _ALIGNED) * _ALIGNED for size in sizes)
+
+
 class _Told:
     """What the host tells the GPU of a step's sequences, in one piece of page-locked memory.
 
@@ -74,8 +89,8 @@ class _Told:
     """
 
     def __init__(self, sizes: Sequence[int], shape: tuple[int, int]) -> None:
-        self.words = torch.zeros(sum(sizes), dtype=torch.int32, pin_memory=True)
-        slots, tables, self.starts, self.begins, self.few, self.others = (part.numpy() for part in self.words.split(list(sizes)))
+        self.words = torch.zeros(_words(sizes), dtype=torch.int32, pin_memory=True)
+        slots, tables, self.starts, self.begins, self.few, self.others = (part.numpy() for part in _parts(self.words, sizes))
         self.slots, self.tables = slots.view(np.int64), tables.reshape(shape)
         self._written: list[tuple[list[int], int] | None] = [None] * shape[0]
         """The table of each sequence, and up to which position it has been told."""
@@ -117,8 +132,8 @@ class OnGPU:
         sizes = [2 * tokens, count * blocks, count, count, count, count]
         self._new = partial(_Told, sizes, (count, blocks))
         self._told: list[_Told] = []
-        self.words = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
-        slots_T, tables_BM, starts_B, begins_B, few_B, others_B = self.words.split(sizes)
+        self.words = torch.zeros(_words(sizes), dtype=torch.int32, device=device)
+        slots_T, tables_BM, starts_B, begins_B, few_B, others_B = _parts(self.words, sizes)
         self.slots_T = slots_T.view(torch.int64)
         kernels = gpu.attention(device)
         few = [length for length in lengths if length <= kernels.FEW]
