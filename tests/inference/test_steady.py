@@ -10,6 +10,7 @@ from torch import nn
 
 import fw
 import tokens
+from fw.inference.steady import sizes_on_gpu
 from fw.kernels import linear
 from fw.kernels.build import library
 from fw_plugins.kv_cache import in_blocks
@@ -195,3 +196,21 @@ def test_caches_whose_memory_moves(small_model, monkeypatch):
             llm = fw.LLM(small_model("llama"), dtype="fp32", kv_cache=cache)
             assert same(answers(llm, 2), answers(fw.LLM(small_model("llama"), dtype="fp32", kv_cache=cache, replay=False), 2))
             assert llm.engine.runner.steady.refused.endswith("has no places that stay")
+
+
+def test_warm_before_the_first_request(small_model):
+    """All is recorded and compared, and nothing stays in the cache."""
+    assert sizes_on_gpu(1) == [1] and sizes_on_gpu(13) == [1, 2, 4, 8, 16] and sizes_on_gpu(64)[-3:] == [48, 56, 64]
+    warm, cold = (fw.LLM(small_model("llama"), dtype="fp32", kv_cache=CACHES["paged"]) for _ in range(2))
+    warm.engine.warm_up([1, 3])
+    steady, cache = warm.engine.runner.steady, warm.engine.scheduler.cache
+    assert len(steady._known) == 2 and all(step.proven for step in steady._known.values())
+    assert cache.live_bytes == 0 and not cache.pool.tables and warm.engine.scheduler.prompt_tokens == 0
+    assert same(answers(warm, 3), answers(cold, 3))
+    assert steady.repeated >= NEW - 1 > cold.engine.runner.steady.repeated
+
+
+def test_what_there_is_no_room_for_is_not_warm(small_model):
+    llm = fw.LLM(small_model("llama"), dtype="fp32", kv_cache=CACHES["paged"], max_context=8, kv_budget="8KiB")
+    llm.engine.warm_up([200, 1])
+    assert len(llm.engine.runner.steady._known) == 1 and not llm.engine.scheduler.cache.pool.tables

@@ -24,6 +24,7 @@ from fw.inference.speculation import Guesser
 from fw.inference.structure import Structure
 from fw.inference.telling import embedding, pool, tell, tell_prompt
 from fw.inference.text import AnswerText
+from fw.inference.warm_up import warm_up
 from fw.kinds.kv_cache import KVCache, Stretch
 from fw.tokenizer import Tokenizer
 
@@ -106,6 +107,11 @@ class Engine:
     def __len__(self) -> int:
         """Requests that are not ended."""
         return len(self._requests)
+
+    def warm_up(self, sizes: Sequence[int]) -> None:
+        """Do now what the first requests would wait for: as steps of so many sequences do."""
+        with self._threads():
+            warm_up(self.runner, self.scheduler.cache, self.context, sizes)
 
     def add(
         self,

@@ -43,6 +43,11 @@ class Piece(Protocol):
     def wanted(self) -> range: ...
 
 
+def sizes_on_gpu(most: int) -> list[int]:
+    """Numbers of sequences that steps are recorded of, where there are so many at most."""
+    return sorted({_filled_up(sequences) for sequences in range(1, most + 1)})
+
+
 def _filled_up(sequences: int) -> int:
     return next((size for size in _SIZES_ON_GPU if size >= sequences), -(-sequences // 8) * 8)
 

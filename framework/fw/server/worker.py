@@ -39,6 +39,7 @@ class Served:
     def __init__(self, begin: Begin) -> None:
         import torch
 
+        from fw.inference.steady import sizes_on_gpu
         from fw.planning.llm import LLM
         from fw.recipe.inference import resolve_inference
 
@@ -51,6 +52,8 @@ class Served:
             self.llm.load_adapter(name, directory)
         self._options = recipe.inference
         self._engine = self.llm.engine
+        if self.llm.device.type == "cuda":
+            self._engine.warm_up(sizes_on_gpu(recipe.inference.max_sequences))
         self._refused: dict[str, str] = {}
         self._generated, self._looked, self._held = 0, 0.0, 0
         self._weight_bytes = self.llm.weight_bytes
