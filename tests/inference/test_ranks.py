@@ -220,11 +220,11 @@ import fw
 llm = fw.LLM(sys.argv[1], tensor=2, dtype="fp32")
 before = llm.generate([[5, 6, 7]], max_tokens=40, temperature=0, ignore_eos=True)[0].token_ids
 step, count = llm.engine.runner._run, []
-def interrupted(pieces):
+def interrupted(pieces, tokens_T):
     count.append(1)
     if len(count) == 5:
         signal.raise_signal(signal.SIGINT)
-    return step(pieces)
+    return step(pieces, tokens_T)
 llm.engine.runner._run = interrupted
 try:
     llm.generate([[5, 6, 7]], max_tokens=40, temperature=0, ignore_eos=True)
