@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from fw.averaging import AveragedWeights
 from fw.checkpointing.placement import initialise, local_part, quantizing
 from fw.checkpointing.quantized_files import quantization_for, weights_of
 from fw.checkpointing.tensor_files import ADAPTER, TensorFiles, adapter_for, weights_for
@@ -89,6 +90,8 @@ def assemble(
     made = start(recipe, built, mesh, device, give, None if built.beside is None else beside_values(recipe, built.beside))
     if checkpoint is not None:
         made.stepper.load_optimizer_tensors(checkpoint.optimizer(made.stepper.placements()))
+        if isinstance(made.stepper, AveragedWeights):
+            made.stepper.begin_average(checkpoint.average(made.model))
     return made
 
 
@@ -132,6 +135,8 @@ def start(
             give_beside(beside.stored())
         recipe.objective.use(beside)
     stepper = recipe.sharding.start(built.model, mesh, built.spec, device, give)
+    if recipe.train.ema_decay:
+        stepper = AveragedWeights(stepper, recipe.train.ema_decay)
     return Assembly(built.model, stepper, built.vocab_size, built.flops, beside)
 
 

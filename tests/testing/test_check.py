@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+from pathlib import Path
 
 
 def test_a_plugin_that_passes(fw) -> None:
@@ -17,3 +19,13 @@ def test_one_that_cannot_be_used_and_one_that_is_none(fw) -> None:
     ended = fw("plugins", "check", "schedule", "constnat")
     assert ended.code == 2 and "did you mean 'constant'?" in ended.err
     assert fw("plugins", "check", "nonsense").code == 2
+
+
+def test_options_and_what_else_a_run_needs(fw) -> None:
+    """Of files in the directory where it is asked for."""
+    Path("texts.jsonl").write_text("".join(json.dumps({"text": f"this is the text of number {n}. " * 3}) + "\n" for n in range(60)))
+    ended = fw("plugins", "check", "data", "jsonl")
+    assert ended.code == 1 and "no files given" in ended.out
+    fw("plugins", "check", "data", "jsonl", "data.files=[texts.jsonl]", "data.tokenizer=byte").ok()
+    ended = fw("plugins", "check", "data", "jsonl", "data.nonsense=1")
+    assert ended.code == 1 and "nonsense" in ended.out

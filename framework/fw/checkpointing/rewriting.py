@@ -12,13 +12,13 @@ from fw.checkpointing import commit
 from fw.checkpointing.manifest import MANIFEST, damages, hash_file, read_manifest, write_manifest
 from fw.checkpointing.pieces import Layout
 from fw.checkpointing.ranks import OneRank
-from fw.checkpointing.tensor_files import TensorFiles
+from fw.checkpointing.tensor_files import ADAPTER, AVERAGE, TensorFiles
 from fw.checkpointing.writing import Writing, distinct
 from fw.errors import RunError
 from fw.kinds.checkpoint import Beat, Kept, Part, Piece
 from fw.place import Place
 
-GROUPS = ("model", "optimizer")
+GROUPS = ("model", ADAPTER, AVERAGE, "optimizer")
 """Stems of the files of tensors."""
 
 

@@ -23,6 +23,7 @@ from fw.kinds.model import CausalLM, HFTensor, Quantized
 from fw.place import Place, place
 
 ADAPTER = "adapter_model"
+AVERAGE = "average"
 """Stem of an adapter's files."""
 
 Fill = Callable[[Mapping[str, Tensor] | Mapping[str, Tensor | Kept]], None]

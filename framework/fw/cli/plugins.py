@@ -16,6 +16,7 @@ EXAMPLES = """examples:
   fw plugins show optimizer adamw
   fw plugins new optimizer my-sgd --dir my-sgd
   fw plugins check optimizer adamw
+  fw plugins check data chat data.files=[chats.jsonl]
   fw plugins matrix peft quantization"""
 
 
@@ -43,6 +44,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     check = actions.add_parser("check", help="run the tests that every plugin of a kind must pass")
     check.add_argument("kind", nargs="?", metavar="KIND", help="only this kind; all plugins beside fw's own where left out")
     check.add_argument("name", nargs="?", metavar="NAME", help="only this plugin")
+    check.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="KIND.OPTION=… where its defaults do not do, and what else a run with it needs"
+    )
     matrix = actions.add_parser("matrix", help="which of fw's own plugins work together, and why others do not")
     matrix.add_argument("kinds", nargs="*", metavar="KIND", help="two kinds, of which every pair is told; numbers of all where left out")
     matrix.add_argument("--json", action="store_true", help="print JSON")
@@ -75,7 +79,9 @@ def _check(options: argparse.Namespace) -> int:
         if error.name != "pytest":
             raise
         raise UserError("fw plugins check needs pytest, which is not installed: pip install pytest") from None
-    return check(options.kind, options.name)
+    from fw.config import Config, overridden
+
+    return check(options.kind, options.name, overridden(Config("check", {}, {}), options.overrides).tree)
 
 
 def _matrix(options: argparse.Namespace) -> int:

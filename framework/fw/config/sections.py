@@ -49,6 +49,9 @@ class TrainSection:
     """So many such steps one after another end the run whatever follows one."""
     seed: int = 0
     """Seed of the initial weights, the order of the data and dropout. Weights and order do not depend on the number of ranks."""
+    ema_decay: float = 0.0
+    """Beside the weights keep their exponential moving average, of which each step leaves this part, 0.999 for one; validation and sample
+    see the average, a checkpoint holds both. 4 bytes per trained parameter, and a read and a write of them per step. 0 for none."""
     compile: bool = False
     """Compile each block with torch.compile: slower start, usually faster steps and fewer temporary bytes."""
     log_every: int = 1
@@ -87,6 +90,8 @@ class TrainSection:
                 f"train.length_bucketing: {self.length_bucketing} given together with train.packing, which makes all rows equally long;"
                 " leave out one of them"
             )
+        if not 0 <= self.ema_decay < 1:
+            raise UserError(f"train.ema_decay: {self.ema_decay} is not from 0 to below 1; 0.999 is usual, and 0 for none")
         _at_least(
             "train",
             {k: getattr(self, k) for k in ("gradient_clip_norm", "val_every", "save_every", "seed", "sample_tokens", "length_bucketing")},

@@ -252,6 +252,10 @@ class Reader(ABC):
             UserError: names missing or unexpected, shapes that differ; all are listed.
         """
 
+    def average(self, model: CausalLM) -> Give | None:
+        """As :meth:`weights`, of the average that the run kept besides, in the snapshot's group ``average``; None where there is none."""
+        return None
+
     @abstractmethod
     def optimizer(self, parameters: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Optimizer tensors by ``<parameter>/<key>``, those shaped like a parameter placed like it. Each is read when it is looked up.

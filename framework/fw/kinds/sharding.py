@@ -38,6 +38,7 @@ class StepSpec:
         lengths_vary: micro-batches have rows of different length.
         segments: batches have ``segments``: rows hold several documents, or padding.
         phases: what ``precision`` will be one after another, the first included.
+        averages: weights are averaged besides, of each parameter the part that its rank keeps, by who gives them to the stepper.
     """
 
     precision: PrecisionPolicy
@@ -51,6 +52,7 @@ class StepSpec:
     lengths_vary: bool = False
     segments: bool = False
     phases: tuple[PrecisionPolicy, ...] = ()
+    averages: bool = False
 
     @property
     def computes_in(self) -> frozenset[torch.dtype]:

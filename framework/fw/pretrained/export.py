@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,10 @@ from fw.checkpointing import commit
 from fw.checkpointing.manifest import MANIFEST, read_manifest
 from fw.checkpointing.quantized_files import weights_of
 from fw.checkpointing.stream import DTYPES
-from fw.checkpointing.tensor_files import TensorFiles
+from fw.checkpointing.tensor_files import ADAPTER, AVERAGE, TensorFiles
 from fw.config import parse_size
 from fw.errors import UserError
-from fw.locate import CONFIG, find
+from fw.locate import ADAPTER_CONFIG, CONFIG, find, inside
 from fw.place import Place, place
 from fw.pretrained.directory import read_config
 from fw.pretrained.load import write_json, write_weights
@@ -47,11 +48,15 @@ class _Announced:
     dtype: torch.dtype
 
 
-def export(source: str | Path, to: str | Path, dtype: str | None = None, max_shard_size: str = "5GiB") -> list[tuple[str, int]]:
-    """Write the model of a run, a step or a model directory to ``to``, one tensor in memory at a time.
+def export(
+    source: str | Path, to: str | Path, dtype: str | None = None, max_shard_size: str = "5GiB", average: bool = False
+) -> list[tuple[str, int]]:
+    """Write the model of a run, a step or a model directory to ``to``, one tensor in memory at a time; of a run that trained adapters
+    these, in peft's format.
 
     Args:
         dtype: of floating-point tensors, and of what was quantized, by name; all as it is stored where None.
+        average: of the weights in their place, in the dtype that the configuration names where ``dtype`` is None.
 
     Returns:
         files of weights and their sizes in bytes.
@@ -64,9 +69,14 @@ def export(source: str | Path, to: str | Path, dtype: str | None = None, max_sha
     max_bytes = parse_size(max_shard_size)
     if max_bytes < 1:
         raise UserError(f"--max-shard-size {max_shard_size} is too small")
+    if (adapter := _adapter(source)) is not None:
+        return _export_adapter(place(adapter), Path(to), dtype, average)
     directory = locate(source)
     config = read_config(directory)
-    files = TensorFiles(directory) if dtype is None else weights_of(directory)
+    if average:
+        files, dtype = _averages(directory), dtype or _name_of(config)
+    else:
+        files = TensorFiles(directory) if dtype is None else weights_of(directory)
     wanted = DTYPE_NAMES[dtype] if dtype else None
 
     def cast(found: torch.dtype) -> torch.dtype:
@@ -85,6 +95,36 @@ def export(source: str | Path, to: str | Path, dtype: str | None = None, max_sha
             config = {**{k: v for k, v in config.items() if k != "torch_dtype"}, "dtype": str(wanted).removeprefix("torch.")}
         write_json(made / CONFIG, config)
     return [(path.name, path.stat().st_size) for path in sorted(Path(to).glob("*.safetensors"))]
+
+
+def _adapter(source: str | Path) -> Path | None:
+    """Its directory, where the source is one of adapters alone."""
+    if "://" in str(source) or inside(Path(source), CONFIG) is not None:
+        return None
+    return inside(Path(source), ADAPTER_CONFIG)
+
+
+def _export_adapter(directory: Place, to: Path, dtype: str | None, average: bool) -> list[tuple[str, int]]:
+    own = TensorFiles(directory, ADAPTER)
+    files = _averages(directory) if average else own
+    wanted = None if dtype is None else DTYPE_NAMES[dtype]
+    tensors = {name: _Announced(files.shape(name), wanted or own.dtype(name)) for name in files.where}
+    with new_directory(to) as made:
+        write_weights(made, tensors, lambda name: files.whole(name).to(tensors[name].dtype), sys.maxsize, ADAPTER)
+        copy_beside(directory, made, ADAPTER_CONFIG)
+    return [(path.name, path.stat().st_size) for path in to.glob("*.safetensors")]
+
+
+def _averages(directory: Place) -> TensorFiles:
+    if not any(name.startswith(f"{AVERAGE}.safetensors") for name in directory.names()):
+        raise UserError(f"--average: {directory} holds no average of weights; a run with train.ema_decay=0.999 keeps one")
+    return TensorFiles(directory, AVERAGE)
+
+
+def _name_of(config: dict[str, Any]) -> str | None:
+    """Of the dtype that a configuration names."""
+    named = config.get("dtype", config.get("torch_dtype"))
+    return next((name for name, dtype in DTYPE_NAMES.items() if str(dtype) == f"torch.{named}"), None)
 
 
 def copy_beside(source: Place, made: Path, *more: str) -> None:

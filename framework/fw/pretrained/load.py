@@ -186,14 +186,16 @@ def file_name(model: CausalLM, name: str) -> str:
     return of[0].name
 
 
-def write_weights(directory: Path, tensors: Mapping[str, Sized], value: Callable[[str], Tensor], max_bytes: int) -> None:
-    """Write ``model*.safetensors`` and, for several files, their index, one tensor in memory at a time.
+def write_weights(
+    directory: Path, tensors: Mapping[str, Sized], value: Callable[[str], Tensor], max_bytes: int, stem: str = "model"
+) -> None:
+    """Write ``<stem>*.safetensors`` and, for several files, their index, one tensor in memory at a time.
 
     Args:
         tensors: shapes and dtypes by name, in the order of the files.
         value: gives a tensor when its turn comes.
     """
-    files = split(tensors, "model", max_bytes)
+    files = split(tensors, stem, max_bytes)
     total = sum(size_bytes(tensor) for tensor in tensors.values())
     with tqdm(total=total, desc="writing weights", unit="B", unit_scale=True, leave=False, disable=None, delay=1) as bar:
         for file, names in files.items():
@@ -207,7 +209,7 @@ def write_weights(directory: Path, tensors: Mapping[str, Sized], value: Callable
                 raise
             writer.close()
     if len(files) > 1:
-        write_json(directory / "model.safetensors.index.json", index(files, tensors))
+        write_json(directory / f"{stem}.safetensors.index.json", index(files, tensors))
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:

@@ -122,6 +122,7 @@ class Recipe:
             rows.vary,
             rows.segments,
             tuple(phase.policy for phase in self.precision.phases()),
+            self.train.ema_decay > 0,
         )
 
     @property

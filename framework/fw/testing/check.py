@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import tempfile
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,8 +17,11 @@ from fw.registry import OWN, Entry
 from fw.testing import SUITES
 
 
-def check(kind: str | None, name: str | None) -> int:
+def check(kind: str | None, name: str | None, sections: Mapping[str, Any]) -> int:
     """Run them for one plugin, those of a kind, or all that are not fw's own; a line for each test and a verdict for each plugin.
+
+    Args:
+        sections: of a config; options of the plugin under its kind, and what else a run with it needs.
 
     Returns:
         0 where all pass, else 1.
@@ -32,10 +37,20 @@ def check(kind: str | None, name: str | None) -> int:
         entries = [entry for entry in entries if entry.distribution != OWN]
     if not entries:
         raise UserError("no plugins but fw's own are installed; name one of these to check it: fw plugins check KIND NAME")
-    return max(_verdict(entry) for entry in entries)
+    here = {key: _from_anywhere(value) if isinstance(value, Mapping) else value for key, value in sections.items()}
+    return max(_verdict(entry, here) for entry in entries)
 
 
-def _verdict(entry: Entry) -> int:
+def _from_anywhere(value: Any) -> Any:
+    """Runs have directories of their own: an option that is a file here names it in full."""
+    if isinstance(value, Mapping):
+        return {key: each if key == "name" else _from_anywhere(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_from_anywhere(each) for each in value]
+    return str(Path(value).resolve()) if isinstance(value, str) and value and Path(value).exists() else value
+
+
+def _verdict(entry: Entry, sections: Mapping[str, Any]) -> int:
     listed = registry.inspect(entry, KINDS[entry.kind].apis)
     print(f"{entry.kind} '{entry.name}' of {entry.distribution} {entry.version}")
     if not listed.available:
@@ -45,7 +60,7 @@ def _verdict(entry: Entry) -> int:
     told = _Told()
     with tempfile.TemporaryDirectory(prefix="fw-check-") as place:
         file = Path(place) / "test_plugin.py"
-        suite = f"suite_of({entry.kind!r}, {entry.name!r})"
+        suite = f"suite_of({entry.kind!r}, {entry.name!r}, {sections!r})"
         file.write_text(f"from fw.testing.check import suite_of\n\n\nclass TestPlugin({suite}):\n    pass\n")
         options = ["-p", "no:cacheprovider", "-p", "no:terminal", f"--rootdir={place}"]
         try:
@@ -61,10 +76,13 @@ def _verdict(entry: Entry) -> int:
     return EXIT_OK if passes else EXIT_FAILED
 
 
-def suite_of(kind: str, name: str) -> type:
-    """The kind's suite, of a plugin as it is installed."""
+def suite_of(kind: str, name: str, sections: Mapping[str, Any]) -> type:
+    """The kind's suite, of a plugin as it is installed; options of it in ``sections``, and what else a run needs."""
     plugin = plugin_class(KINDS[kind].load_contract(), name)
-    return type("Suite", (SUITES[kind],), {"plugin": plugin})
+    own = sections.get(kind, {})
+    options = {key: value for key, value in own.items() if key != "name"} if isinstance(own, Mapping) else {}
+    tree = {section: value for section, value in sections.items() if section != kind}
+    return type("Suite", (SUITES[kind],), {"plugin": plugin, "options": options, "tree": tree})
 
 
 class _Told:

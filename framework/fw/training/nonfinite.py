@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from fw.averaging import AveragedWeights
 from fw.errors import RunError
 from fw.kinds.checkpoint import Ranks
 from fw.kinds.sharding import StepResult
@@ -109,5 +110,7 @@ class Nonfinite:
         with torch.no_grad():
             stepper.fill(reader.weights(whole.to(self._recipe.precision.policy().parameters)))
             stepper.load_optimizer_tensors(reader.optimizer(stepper.placements()))
+            if isinstance(stepper, AveragedWeights):
+                stepper.begin_average(reader.average(whole))
         stepper.load_scalars(reader.state()["scalars"])
         return str(reader.place)

@@ -11,7 +11,8 @@ from pathlib import Path
 from torch import nn
 
 from fw.assemble import Assembly
-from fw.checkpointing.tensor_files import ADAPTER
+from fw.averaging import AveragedWeights
+from fw.checkpointing.tensor_files import ADAPTER, AVERAGE
 from fw.kinds.checkpoint import Part, Snapshot, adapter_parts, parts
 from fw.locate import ADAPTER_CONFIG, CONFIG
 from fw.recipe import Recipe
@@ -31,6 +32,9 @@ def tensors(made: Assembly) -> dict[str, dict[str, Part]]:
     stored = {name: tensor.detach() if isinstance(tensor, nn.Parameter) else tensor.clone() for name, tensor in model.stored().items()}
     kept = {**stored, **stepper.weights()}
     weights = {"model": parts(model, kept)} if model.adapters is None else {ADAPTER: adapter_parts(model.adapters, kept)}
+    if isinstance(stepper, AveragedWeights):
+        seen = {**kept, **stepper.average}
+        weights[AVERAGE] = parts(model, seen) if model.adapters is None else adapter_parts(model.adapters, seen)
     return {
         **weights,
         "optimizer": {name: Part(tensor) for name, tensor in stepper.optimizer_tensors().items()},

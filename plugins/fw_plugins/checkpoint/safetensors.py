@@ -10,6 +10,7 @@ from torch import Tensor
 from fw.api import CausalLM, CheckpointOptions, Give, Part, Ranks, UserError, Writes, parse_size
 from fw.api.checkpointing import (
     ADAPTER,
+    AVERAGE,
     LANES,
     Layout,
     PlacedTensors,
@@ -47,6 +48,13 @@ class SafetensorsReader(StepReader):
         if model.adapters is None:
             return weights_for(TensorFiles(self.place), model)
         return adapter_for(TensorFiles(self.place, ADAPTER), model)
+
+    def average(self, model: CausalLM) -> Give | None:
+        """As weights are, in files of their own."""
+        if not any(name.startswith(f"{AVERAGE}.safetensors") for name in self.place.names()):
+            return None
+        files = TensorFiles(self.place, AVERAGE)
+        return weights_for(files, model) if model.adapters is None else adapter_for(files, model)
 
     def optimizer(self, parameters: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Every tensor, placed like its parameter where it has that shape."""

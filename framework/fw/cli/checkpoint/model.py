@@ -20,6 +20,7 @@ def add_actions(actions: Any) -> None:
     export.add_argument("source", metavar="RUN_OR_STEP", help="run directory (its latest step), step directory or model directory")
     export.add_argument("--to", metavar="DIR", required=True, help="directory to make; it must not exist, or be empty")
     export.add_argument("--dtype", metavar="DTYPE", help="bf16, fp16 or fp32; the stored one if not given")
+    export.add_argument("--average", action="store_true", help="the average of weights that a run with train.ema_decay kept")
     export.add_argument("--max-shard-size", metavar="SIZE", default="5GiB", help="a file is closed before it grows beyond this (5GiB)")
     export.add_argument("--json", action="store_true", help="print JSON, sizes in bytes")
     export.set_defaults(act=_export)
@@ -29,7 +30,7 @@ def _export(options: argparse.Namespace) -> int:
     from fw.config import format_size
     from fw.pretrained.export import export
 
-    files = export(options.source, options.to, options.dtype, options.max_shard_size)
+    files = export(options.source, options.to, options.dtype, options.max_shard_size, options.average)
     total = sum(size for _, size in files)
     if options.json:
         print(json.dumps({"directory": options.to, "files": dict(files)}, indent=1))

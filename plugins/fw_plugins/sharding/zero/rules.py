@@ -25,6 +25,11 @@ def check(config: ZeroConfig, spec: StepSpec, model: CausalLM, ranks: int) -> No
     _offload(config, spec)
     if spec.optimizer.in_backward:
         raise UserError("optimizer.in_backward: DeepSpeed updates after backward, by the norm of all gradients; use sharding=fsdp")
+    if spec.averages:
+        raise UserError(
+            "train.ema_decay: zero keeps what it trains in flat tensors of DeepSpeed's, and no part of a parameter by itself; use"
+            " sharding=fsdp"
+        )
     if spec.optimizer.state != "elements":
         raise UserError(
             "zero joins parameters into one flat tensor and cuts it between ranks, and this optimizer needs their rows; use sharding=fsdp,"
