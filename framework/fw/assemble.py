@@ -174,6 +174,14 @@ def beside_values(recipe: Recipe, model: CausalLM) -> Give:
     return quantizing(filling, model, filling.codes)
 
 
+def undivided(recipe: Recipe, vocab_size: int) -> CausalLM:
+    """The model as checkpoints know it, adapters and codes included, on the meta device."""
+    with torch.device("meta"):
+        model = recipe.model.build(vocab_size, recipe.train.sequence_length, recipe.attention)
+        _change(model, recipe, recipe.step_spec(torch.device("cpu")))
+    return model
+
+
 def check(recipe: Recipe, vocab_size: int, device: torch.device, rows: Rows | None = None) -> None:
     """Refuse what the model's shape stands against, or that of the data's ``rows``, before any rank starts.
 

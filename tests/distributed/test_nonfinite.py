@@ -37,10 +37,18 @@ def spoilt(workspace, env):
     return run
 
 
-@pytest.mark.parametrize("sharding", SHARDINGS)
+LORA = ["peft={name: lora, rank: 2}"]
+ADAPTERS = {
+    "adapters, fsdp": [*SHARDINGS["fsdp"], *LORA],
+    "adapters, zero 3": [*SHARDINGS["zero 3"], *LORA],
+    "adapters over codes, ddp": [*SHARDINGS["ddp"], *LORA, "quantization=nf4"],
+}
+
+
+@pytest.mark.parametrize("sharding", [*SHARDINGS, *ADAPTERS])
 def test_skipping_and_rolling_back_are_the_same_on_all_ranks(spoilt, sharding):
     """Rolling back to step 4 in step 6 leaves what skipping steps 5 and 6 does."""
-    words = SHARDINGS[sharding]
+    words = {**SHARDINGS, **ADAPTERS}[sharding]
     done = spoilt("inf", "[6]", "train.on_nonfinite=roll_back", "train.run_dir=back", *words).ok()
     assert "step 6: loss inf, gradient norm nan; the loss is inf, of outputs that are finite on rank 1; going on from" in done.err
     assert "step-00000004\n" in done.err

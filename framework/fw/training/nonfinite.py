@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from fw.assemble import undivided, values
 from fw.averaging import AveragedWeights
 from fw.errors import RunError
 from fw.kinds.checkpoint import Ranks
@@ -104,11 +105,10 @@ class Nonfinite:
         reader = resume.newest(self._recipe, self._ranks, self._say)
         if reader is None:
             raise RunError(f"{what}. There is no checkpoint yet to roll back to (train.save_every={self._recipe.train.save_every})")
-        stepper = module.assembly.stepper
-        with torch.device("meta"):  # the model's own parameters may be empty now, as those of ZeRO's stage 3
-            whole = self._recipe.model.build(module.assembly.vocab_size, self._recipe.train.sequence_length, self._recipe.attention)
+        recipe, stepper = self._recipe, module.assembly.stepper
+        whole = undivided(recipe, module.assembly.vocab_size)  # the model's own parameters may be empty now, as those of ZeRO's stage 3
         with torch.no_grad():
-            stepper.fill(reader.weights(whole.to(self._recipe.precision.policy().parameters)))
+            stepper.fill(values(whole, recipe.train.seed, reader, recipe.model.weights))
             stepper.load_optimizer_tensors(reader.optimizer(stepper.placements()))
             if isinstance(stepper, AveragedWeights):
                 stepper.begin_average(reader.average(whole))
