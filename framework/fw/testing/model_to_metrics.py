@@ -29,14 +29,18 @@ class ModelSuite(TrainedSuite):
     hf: ClassVar[bool] = True
 
     def built(self) -> Any:
-        """On the host, with initial values."""
+        """On the host, with the values that a run begins from."""
+        from fw.assemble import values
         from fw.kinds import make as made_by_name
         from fw.kinds.attention import AttentionPlugin
 
+        plugin = self.make()
         with torch.device("meta"):
-            model = self.make().build(VOCABULARY, LENGTH, made_by_name(AttentionPlugin, "eager"))
+            model = plugin.build(plugin.vocab_size or VOCABULARY, LENGTH, made_by_name(AttentionPlugin, "eager"))
         assert all(parameter.is_meta for parameter in model.parameters())
-        return with_values(model).eval()
+        model.materialise(torch.device("cpu"))
+        values(model, 0, None, plugin.weights)(model.stored())
+        return model.eval()
 
     def test_logits_depend_on_what_came_before_and_nothing_else(self) -> None:
         model, before = self.built(), ids()
@@ -44,7 +48,7 @@ class ModelSuite(TrainedSuite):
         after[:, 9:] = (after[:, 9:] + 1) % VOCABULARY
         with torch.no_grad():
             one, other = model(before), model(after)
-        assert one.shape == (3, LENGTH, VOCABULARY)
+        assert one.shape == (3, LENGTH, model.vocab_size)
         torch.testing.assert_close(one[:, :9], other[:, :9], rtol=0, atol=1e-5)
         assert not torch.allclose(one[:, 9:], other[:, 9:])
 
@@ -60,7 +64,7 @@ class ModelSuite(TrainedSuite):
         model = self.built()
         names = {name for name, _ in model.named_parameters()}
         assert model.undecayed() <= names and len(model.blocks) == len(model.kv_shapes) > 0
-        assert model.flops_per_token(LENGTH) > 0 and model.vocab_size == VOCABULARY
+        assert model.flops_per_token(LENGTH) > 0 and model.vocab_size >= VOCABULARY
         assert all(tensor.name for name in names for tensor in model.hf_tensors(name))
 
     def test_transformers_computes_the_same(self, runs: Runs) -> None:
@@ -144,8 +148,11 @@ class ObjectiveSuite(TrainedSuite):
         return {"input_ids": tokens, "labels": labels}
 
     def loss(self, model: nn.Module, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """A sum, without what the objective adds in training only."""
-        found: torch.Tensor = self.make().loss_sum(model, batch)
+        """A sum, without what the objective adds in training only. Where it computes with another model, that is one of other values."""
+        made = self.make()
+        if made.beside is not None:
+            made.use(with_values(small_llama(), seed=1))
+        found: torch.Tensor = made.loss_sum(model, batch)
         return found
 
     def test_sums_and_counts_add_up_over_samples(self) -> None:

@@ -29,12 +29,15 @@ def small_llama_of(section: Mapping[str, Any], vocabulary: int, attention: Atten
         return plugin.build(vocabulary, LENGTH, attention or make(AttentionPlugin, "eager"))
 
 
-def with_values(model: CausalLM) -> CausalLM:
+def with_values(model: CausalLM, seed: int = 0) -> CausalLM:
     """The same on the host, with initial values."""
     model.materialise(torch.device("cpu"))
     for name, parameter in model.named_parameters():
         added = {} if model.adapters is None else model.adapters.added
-        initialise(parameter.data, name, added[name] if name in added else model.init(name), 0)
+        initialise(parameter.data, name, added[name] if name in added else model.init(name), seed)
+    for name, weight in {} if model.adapters is None else model.adapters.row_norms.items():
+        norms = model.get_parameter(weight).detach().norm(dim=1)
+        model.get_parameter(name).data.copy_(norms)
     return model
 
 
