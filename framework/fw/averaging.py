@@ -103,13 +103,13 @@ class AveragedWeights(Stepper):
     def kept(self) -> KeptTensors:
         """The average is the optimizer's."""
         kept = self.inner.kept()
-        return replace(kept, optimizer=[*kept.optimizer, *self.average.values()])
+        return replace(kept, optimizer=[*kept.optimizer, *(average for average, _ in self._pairs())])
 
     def kept_by_parameter(self) -> dict[str, KeptTensors]:
         """Likewise."""
         found = self.inner.kept_by_parameter()
         return {
-            name: replace(kept, optimizer=[*kept.optimizer, self.average[name]]) if name in self.average else kept
+            name: replace(kept, optimizer=[*kept.optimizer, local_part(self.average[name])[0]]) if name in self.average else kept
             for name, kept in found.items()
         }
 

@@ -31,6 +31,12 @@ CASES = {
         "offload={optimizer: cpu, params: cpu}",
         "optimizer=lion",
     ],
+    "fsdp, optimizer in files, average": [
+        "sharding=fsdp",
+        "launch.devices=2",
+        "offload={optimizer: nvme, path: away}",
+        "train.ema_decay=0.9",
+    ],
     "context": ["sharding={name: fsdp, context: 2}", "launch.devices=2"],
     "fsdp, lora, bf16": ["sharding=fsdp", "launch.devices=2", "peft={name: lora, rank: 4}", "precision=bf16"],
     "fsdp, nf4, lora": ["sharding=fsdp", "launch.devices=2", "quantization=nf4", "peft={name: lora, rank: 4}", "activation=full"],

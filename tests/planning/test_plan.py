@@ -12,6 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 from conftest import fw
 from fw.meter.document import COMPONENTS, MemoryDocument
 from fw.planning.plan import plan
+from fw_plugins.sharding import offloaded
 
 SYNTHETIC = ["data={name: synthetic, vocab_size: 300, samples: 64}", "train.global_batch_size=8"]
 CASES = {
@@ -48,6 +49,9 @@ CASES = {
     "selective, adamw_8bit": ["activation=selective", "optimizer=adamw_8bit", "train.micro_batch_size=4"],
     "sqrt, lion": ["activation=sqrt", "optimizer=lion", "model.num_hidden_layers=4"],
     "in backward": ["train.micro_batch_size=8", "optimizer.in_backward=true", "train.gradient_clip_norm=0"],
+    "optimizer in files": ["offload={optimizer: nvme, path: away}"],
+    "average": ["train.ema_decay=0.9"],
+    "average of bf16": ["train.ema_decay=0.9", "precision=bf16_true"],
     "gpt2": ["model={name: gpt2, n_layer: 2, n_head: 4, n_embd: 64}"],
     "experts": [
         "model={name: mixtral, hidden_size: 64, num_hidden_layers: 2, num_attention_heads: 4, num_key_value_heads: 2,"
@@ -141,3 +145,16 @@ def test_what_cannot_be_planned_is_said_in_a_sentence(workspace: Path, arguments
 def test_a_profile_of_no_steps_is_refused(workspace: Path) -> None:
     done = fw("profile", "tiny.yaml", "--steps", "0")
     assert done.code == 2 and "--steps" in done.err
+
+
+@pytest.mark.parametrize("sharding", ["single", "ddp", "fsdp"])
+def test_a_plan_writes_no_optimizer_to_files(workspace: Path, monkeypatch: pytest.MonkeyPatch, sharding: str) -> None:
+    """Of a machine with another disk: what the run would reserve there, the plan's may not have."""
+
+    def written(*arguments: object) -> None:
+        raise AssertionError("a plan has nothing to write")
+
+    monkeypatch.setattr(offloaded.os, "posix_fallocate", written)
+    words = ["offload={optimizer: nvme, path: away}", f"sharding={sharding}", f"launch.devices={1 if sharding == 'single' else 2}"]
+    found = plan("tiny.yaml", *SYNTHETIC, *words)
+    assert found.per_rank[0].most["optimizer"] < 1024 < found.per_rank[0].most["parameters"]

@@ -66,6 +66,10 @@ class DDP(ShardingPlugin):
             raise UserError("optimizer.in_backward: ddp averages gradients in buckets after they have come; use sharding=fsdp")
         offloaded.check(spec, model, parts=1, gathers=False)
 
+    def traced(self, spec: StepSpec) -> AbstractContextManager[object]:
+        """Without files."""
+        return offloaded.without_files()
+
     def shard(self, model: CausalLM, mesh: DeviceMesh | None, spec: StepSpec) -> None:
         """Nothing to divide; the wrapper comes with the step."""
         casting.widen_lookups(model, spec.precision.parameters)

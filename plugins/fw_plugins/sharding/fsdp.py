@@ -168,6 +168,10 @@ class FSDP(ShardingPlugin):
             assert plan is not None, "check comes first"
             tensor_parallel.parallelize(model, plan, tensor)
 
+    def traced(self, spec: StepSpec) -> AbstractContextManager[object]:
+        """Without files."""
+        return offloaded.without_files()
+
     def shard(self, model: CausalLM, mesh: DeviceMesh | None, spec: StepSpec) -> None:
         """Each block is a unit, and so are embedding and head where they do not share their weights; the rest forms the last one."""
         assert self._parameter_mesh is not None

@@ -8,8 +8,10 @@ import os
 import tempfile
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -210,6 +212,29 @@ def placed_like(parameter: nn.Parameter, value: Tensor) -> Tensor:
     shape = torch.Size((*parameter.shape[:-1], last))
     mesh, placements, stride = parameter.device_mesh, parameter.placements, torch.empty(shape, device="meta").stride()
     return DTensor.from_local(value, mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
+@contextmanager
+def without_files() -> Iterator[None]:
+    """Within it what would go to a disk goes nowhere: nothing is written, and none of it is the allocator's. For plans, where tensors
+    have no bytes."""
+    with patch(f"{__name__}._to_disk", _to_nowhere):
+        yield
+
+
+class _Nowhere:
+    """In place of mapped memory."""
+
+    def flush(self) -> None:
+        """There is nothing to write."""
+
+    def madvise(self, advice: int) -> None:
+        """There are no pages."""
+
+
+def _to_nowhere(value: Tensor, directory: Path) -> tuple[Tensor, Any]:
+    value.untyped_storage().resize_(0)
+    return value, _Nowhere()
 
 
 def _to_disk(value: Tensor, directory: Path) -> tuple[Tensor, mmap.mmap]:

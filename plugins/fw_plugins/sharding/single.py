@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -26,6 +27,10 @@ class SingleRank(ShardingPlugin):
         """Dtypes and tiers of offload."""
         casting.check(spec)
         offloaded.check(spec, model, parts=1, gathers=False)
+
+    def traced(self, spec: StepSpec) -> AbstractContextManager[object]:
+        """Without files."""
+        return offloaded.without_files()
 
     def shard(self, model: CausalLM, mesh: DeviceMesh | None, spec: StepSpec) -> None:
         """Nothing to divide."""
