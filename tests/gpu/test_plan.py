@@ -52,6 +52,7 @@ CASES = {
         "optimizer={name: adamw, in_backward: true}",
         "train.gradient_clip_norm=0",
     ],
+    "average": ["precision=bf16", "train.ema_decay=0.9"],
     "adafactor": ["precision=bf16", "optimizer=adafactor"],
     "muon": ["precision=bf16", "optimizer=muon"],
     "lion in 8 bits, three micro-batches": ["precision=bf16", "optimizer=lion_8bit", "train.global_batch_size=12"],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from conftest import column, fw, metrics
 
@@ -37,7 +38,23 @@ def test_sharding_over_nccl_equals_one_rank(workspace, sharding):
     assert column("some", "loss") == pytest.approx(column("one", "loss"), rel=1e-4)
 
 
-@pytest.mark.parametrize("options", [[], ["offload.optimizer=cpu"], ["sharding=fsdp", "optimizer=adamw_8bit"]], ids=str)
+@pytest.mark.parametrize("options", [[], ["sharding=fsdp"], ["precision=bf16_true"], ["offload.optimizer=cpu"]], ids=str)
+def test_the_average_of_weights_is_the_hosts(workspace, options):
+    """And validation by it changes nothing of training."""
+    words = ["train.ema_decay=0.9", "train.val_every=5", "train.save_every=20", *options]
+    for device in ("cpu", "cuda"):
+        fw("train", "tiny.yaml", *words, f"launch.accelerator={device}", f"train.run_dir={device}").ok()
+    fw("train", "tiny.yaml", *words, CUDA, "train.ema_decay=0", "train.run_dir=plain").ok()
+    assert column("cuda", "loss") == column("plain", "loss")
+    one, other = (load_file(f"{device}/checkpoints/latest/average.safetensors") for device in ("cpu", "cuda"))
+    close = 0.03 if options == ["precision=bf16_true"] else 1e-3
+    for name, tensor in one.items():
+        torch.testing.assert_close(other[name], tensor, rtol=close, atol=close)
+
+
+@pytest.mark.parametrize(
+    "options", [["train.ema_decay=0.9"], ["offload.optimizer=cpu"], ["sharding=fsdp", "optimizer=adamw_8bit"]], ids=str
+)
 def test_resume_is_exact(workspace, options):
     fw("train", "tiny.yaml", CUDA, *options, "train.max_steps=40", "train.run_dir=straight").ok()
     fw("train", "tiny.yaml", CUDA, *options, "train.save_every=20", "train.run_dir=halves").ok()
