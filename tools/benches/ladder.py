@@ -1,6 +1,7 @@
 """Memory techniques added to one run, one at a time: peak by category, speed, and the loss after some steps.
 
     tools/bench ladder                       the table and the picture of docs/ladder.md
+    tools/bench ladder --of lora             those of docs/ladder-lora.md, and --of qlora
     tools/bench ladder --only bf16 --steps 4 --out ladder
 
 Each rung is `fw train` in a process of its own, with everything of the rungs before it that it does not replace. Speed is relative to the
@@ -57,6 +58,18 @@ RUNGS = [
     Rung("activations on disk", {"offload.activations": "nvme"}),
     Rung("fsdp on 2 ranks, each", {"sharding": "fsdp"}, ranks=2),
 ]
+_WHOLE = Rung("all of the model, AdamW, bf16", {"precision": "bf16"})
+_CHUNKS = Rung("loss in chunks", {"objective.chunk_tokens": 256})
+_FULL = Rung("activation: full", {"activation": "full"})
+_EIGHT = Rung("8-bit AdamW", {"optimizer": "{name: adamw_8bit, lr: 3e-3}"})
+_RANKS = Rung("fsdp on 2 ranks, each", {"sharding": "fsdp"}, ranks=2)
+_ADAPTERS = {"peft": "{name: lora, rank: 16}", "optimizer.lr": 3e-3}
+LADDERS = {
+    "full": RUNGS,
+    "lora": [_WHOLE, Rung("LoRA", _ADAPTERS), _CHUNKS, _FULL, Rung("bf16 weights", {"precision": "bf16_true"}), _EIGHT, _RANKS],
+    "qlora": [_WHOLE, Rung("QLoRA", {**_ADAPTERS, "quantization": "nf4"}), _CHUNKS, _FULL, _EIGHT, _RANKS],
+}
+"""What trains, by `--of`."""
 
 
 def run(settings: dict[str, Any], ranks: int, options: argparse.Namespace, steps: int, directory: str) -> dict[str, Any]:
@@ -105,19 +118,24 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2, help="the others are for speed alone, and have half the steps (2)")
     parser.add_argument("--sequences", type=int, default=4, help="sequences of a step (4)")
     parser.add_argument("--length", type=int, default=512, help="tokens of a sequence (512)")
+    parser.add_argument("--of", choices=LADDERS, default="full", help="what trains: all of the model (full), or adapters")
     parser.add_argument("--only", default="", help="rungs whose label contains this, and the first")
     parser.add_argument("--cpu", action=argparse.BooleanOptionalAction, default=False, help="also where there is a GPU")
-    parser.add_argument("--out", type=Path, default=ROOT / "docs", help="directory of ladder.md and ladder.svg (docs)")
-    parser.add_argument("--add", action="store_true", help="rounds to those that have left ladder.json in OUT")
+    parser.add_argument("--out", type=Path, default=ROOT / "docs", help="directory of the page and the picture (docs)")
+    parser.add_argument("--add", action="store_true", help="rounds to those that have left a .json in OUT")
     options = parser.parse_args()
     climbed: dict[str, tuple[dict[str, Any], Rung]] = {}
     settings: dict[str, Any] = {}
-    for rung in RUNGS:
+    rungs = LADDERS[options.of]
+    for rung in rungs:
         settings = {key: value for key, value in {**settings, **rung.sets}.items() if key not in rung.drops}
-        if rung is RUNGS[0] or options.only in rung.label:
+        if "optimizer" in rung.sets:
+            settings.pop("optimizer.lr", None)
+        if rung is rungs[0] or options.only in rung.label:
             climbed[rung.label] = settings, rung
     options.out.mkdir(parents=True, exist_ok=True)
-    kept = options.out / "ladder.json"
+    stem = "ladder" if options.of == "full" else f"ladder-{options.of}"
+    kept = options.out / f"{stem}.json"
     results: dict[str, dict[str, Any]] = json.loads(kept.read_text()) if options.add else {}
     with tempfile.TemporaryDirectory() as directory, tqdm(total=len(climbed) * options.rounds, unit="run") as bar:
         for _ in range(options.rounds):
@@ -133,10 +151,10 @@ def main() -> None:
     for found in results.values():
         found["speed"] = statistics.mean(found["speeds"])
         found["spread"] = max(found["speeds"]) - min(found["speeds"])
-    (options.out / "ladder.md").write_text(page(results, [rung for _, rung in climbed.values()], MODEL, options))
+    (options.out / f"{stem}.md").write_text(page(results, [rung for _, rung in climbed.values()], MODEL, options))
     stacked = [(label, found["memory"]["by_category"]) for label, found in results.items()]
-    (options.out / "ladder.svg").write_text(bars(stacked, list(CATEGORIES), "Peak of a training step by category, technique by technique"))
-    print((options.out / "ladder.md").read_text())
+    (options.out / f"{stem}.svg").write_text(bars(stacked, list(CATEGORIES), "Peak of a training step by category, technique by technique"))
+    print((options.out / f"{stem}.md").read_text())
 
 
 main()

@@ -15,6 +15,12 @@ from typing import Any
 import torch
 
 LOAD = os.getloadavg()[0]
+_ABOUT = {
+    "full": ("The memory ladder", "Adapters: [LoRA](ladder-lora.md), [QLoRA](ladder-qlora.md)."),
+    "lora": ("The memory ladder of LoRA", "All of the model: [the ladder](ladder.md); over four bits: [QLoRA](ladder-qlora.md)."),
+    "qlora": ("The memory ladder of QLoRA", "All of the model: [the ladder](ladder.md); over whole weights: [LoRA](ladder-lora.md)."),
+}
+"""Title of the page, and where the others are, by what trains."""
 COLUMNS = {
     "weights": ("weights", "gathered weights", "weight copies"),
     "optimizer state": ("optimizer state",),
@@ -58,17 +64,22 @@ def page(results: Mapping[str, Mapping[str, Any]], rungs: Sequence[Rung], model:
     first = next(iter(results.values()))
     parameters = first["memory"]["by_category"]["weights"] / 4e6
     blocks = f"{model['num_hidden_layers']} blocks of width {model['hidden_size']}"
+    of = "" if options.of == "full" else f" --of {options.of}"
     intro = (
         f"One model of {parameters:.0f} million parameters (Llama, {blocks}, 16,384 ids), one batch of {options.sequences} sequences of"
         f" {options.length} tokens, and one technique after another: each row has everything of the rows above but for what it"
-        f" replaces. Made by `tools/bench ladder` on {date.today()}: {machine()}."
+        f" replaces. Made by `tools/bench ladder{of}` on {date.today()}: {machine()}."
     )
+    title, others = _ABOUT[options.of]
+    picture = "ladder.svg" if options.of == "full" else f"ladder-{options.of}.svg"
     lines = [
-        "# The memory ladder",
+        f"# {title}",
         "",
         *_wrapped(intro),
         "",
-        "![Peak of a training step by category](ladder.svg)",
+        others,
+        "",
+        f"![Peak of a training step by category]({picture})",
         "",
         f"| MiB at the peak of a step | all | {' | '.join(COLUMNS)} | peak in | tokens/s | loss after {first['steps']} steps |",
         "|---|" + "---|" * (len(COLUMNS) + 4),
