@@ -34,6 +34,7 @@ VERBS = {
     "prune": "make a model directory of fewer blocks, heads, features or weights",
     "doctor": "look at this machine, say what is wrong and how to mend it",
     "checkpoint": "inspect and export checkpoints and model directories",
+    "runs": "list runs: state, last loss, whether their checkpoints are whole",
 }
 
 _DEBUG = "FW_DEBUG"

@@ -8,6 +8,7 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -57,6 +58,27 @@ def _starter() -> str:
     return f"{os.environ.get('TORCHELASTIC_RUN_ID', '')} {os.getppid()} {socket.gethostname()}"
 
 
+def lock_of(run_dir: Path) -> Path:
+    """The file beside a run directory that whoever writes it has locked."""
+    return run_dir.absolute().with_name(f".{run_dir.absolute().name}.lock")
+
+
+def holder_is_gone(text: str) -> bool:
+    """Whether the process that a lock's file names was one of this host, and is no more."""
+    found = re.fullmatch(r"process (\d+) on (.*)\n", text)
+    return found is not None and found[2] == socket.gethostname() and not _is_alive(int(found[1]))
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
 @contextlib.contextmanager
 def held(run_dir: Path) -> Iterator[None]:
     """Hold a run directory against other runs for as long as this process lives, by a lock on a file beside it.
@@ -64,7 +86,7 @@ def held(run_dir: Path) -> Iterator[None]:
     Raises:
         UserError: another run holds it.
     """
-    lock = run_dir.absolute().with_name(f".{run_dir.absolute().name}.lock")
+    lock = lock_of(run_dir)
     try:
         lock.parent.mkdir(parents=True, exist_ok=True)
         file = lock.open("a+")
