@@ -35,6 +35,7 @@ VERBS = {
     "doctor": "look at this machine, say what is wrong and how to mend it",
     "checkpoint": "inspect and export checkpoints and model directories",
     "runs": "list runs: state, last loss, whether their checkpoints are whole",
+    "compare": "set runs beside one another: configuration, figures, curves",
 }
 
 _DEBUG = "FW_DEBUG"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import html
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 _WIDTH, _HEIGHT = 900, 340
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 20, 16, 40
@@ -53,6 +54,29 @@ def chart(series: Sequence[tuple[str, Points]], label: str, height: int = _HEIGH
                 for x, y in points
             ]
     return "".join([*out, "</svg>"])
+
+
+def points_of(rows: Sequence[Mapping[str, Any]], key: str) -> Points:
+    """Of the rows that have a finite number there, step and number."""
+    found = [(float(row["step"]), float(row[key])) for row in rows if row.get(key) not in (None, "")]
+    return [(x, y) for x, y in found if math.isfinite(y)]
+
+
+def smooth(points: Points) -> Points:
+    """An exponential running mean over about a fiftieth of the run, a plain mean until there are as many points."""
+    window = max(1.0, len(points) / 50)
+    mean = 0.0
+    smoothed = []
+    for number, (x, y) in enumerate(points, start=1):
+        mean += (y - mean) / min(number, window)
+        smoothed.append((x, mean))
+    return smoothed
+
+
+def thin(points: Points, most: int = 1500) -> Points:
+    """About so many of them, the last one included."""
+    stride = max(1, len(points) // most)
+    return points[::stride] + ([points[-1]] if points and (len(points) - 1) % stride else [])
 
 
 def _ticks(low: float, high: float, most: int) -> list[float]:

@@ -92,8 +92,8 @@ def _below(directory: Path, depth: int) -> Iterator[Path]:
 
 
 def _told(directory: Path, thorough: bool, progress: Callable[[int], object]) -> PastRun:
-    config = _config(directory)
-    summary, row, checkpoint = _summary(directory), last_row(directory / METRICS), _newest(directory, config, thorough, progress)
+    config = config_of(directory)
+    summary, row, checkpoint = summary_of(directory), last_row(directory / METRICS), _newest(directory, config, thorough, progress)
     max_steps = config.get("train", {}).get("max_steps")
     steps = [row.get("step"), summary.get("steps"), checkpoint.step if checkpoint else None]
     step = max((int(each) for each in steps if each is not None), default=None)
@@ -106,14 +106,16 @@ def _told(directory: Path, thorough: bool, progress: Callable[[int], object]) ->
     return PastRun(directory, state, step, max_steps, loss, val_loss, rate, checkpoint, changed)
 
 
-def _config(directory: Path) -> dict[str, Any]:
+def config_of(directory: Path) -> dict[str, Any]:
+    """The run's configuration, resolved; empty where it cannot be read."""
     with suppress(OSError, yaml.YAMLError):
         found = yaml.safe_load((directory / CONFIG).read_text())
         return found if isinstance(found, dict) else {}
     return {}
 
 
-def _summary(directory: Path) -> dict[str, Any]:
+def summary_of(directory: Path) -> dict[str, Any]:
+    """What the run was summed up to; empty where it has not been."""
     with suppress(OSError, ValueError):
         found = json.loads((directory / SUMMARY).read_text())
         return found if isinstance(found, dict) else {}
@@ -122,24 +124,26 @@ def _summary(directory: Path) -> dict[str, Any]:
 
 def last_row(metrics: Path) -> dict[str, float]:
     """Of a run's metrics, what is a number; empty where there are none. Of a long file only the end is read."""
-    rows = _rows(metrics)
+    rows = rows_of(metrics, _TAIL_BYTES)
     return rows[-1] if rows else {}
 
 
 def _last(metrics: Path, name: str) -> float | None:
-    return next((row[name] for row in reversed(_rows(metrics)) if name in row), None)
+    return next((row[name] for row in reversed(rows_of(metrics, _TAIL_BYTES)) if name in row), None)
 
 
-def _rows(metrics: Path) -> list[dict[str, float]]:
+def rows_of(metrics: Path, tail_bytes: int | None = None) -> list[dict[str, float]]:
+    """Numbers of each row; of the last so many bytes where that is said."""
     try:
         with metrics.open("rb") as file:
             header = file.readline().decode().strip().split(",")
-            begin = max(file.tell(), os.fstat(file.fileno()).st_size - _TAIL_BYTES)
+            first = file.tell()
+            begin = first if tail_bytes is None else max(first, os.fstat(file.fileno()).st_size - tail_bytes)
             file.seek(begin)
             lines = file.read().decode(errors="replace").splitlines()
     except OSError:
         return []
-    if begin > _TAIL_BYTES:
+    if begin > first:
         lines = lines[1:]  # the first one may be half of one
     found = []
     for cells in csv.reader(lines):

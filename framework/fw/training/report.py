@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import html
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fw.meter.bars import bars
 from fw.meter.step_memory import CATEGORIES
-from fw.training.chart import Points, chart
+from fw.training.chart import chart, points_of, smooth, thin
 
-_STYLE = """
+STYLE = """
 :root { color-scheme: light dark; --ink: #1c2733; --soft: #66788a; --line: #dfe5ea; --paper: #fff; --a: #2364aa; --b: #d1495b;
   --c: #2a9d8f; }
 @media (prefers-color-scheme: dark) {
@@ -49,7 +48,7 @@ def render(
     parts = [
         "<!doctype html><html lang='en'><head><meta charset='utf-8'>",
         "<meta name='viewport' content='width=device-width, initial-scale=1'>",
-        f"<title>{html.escape(title)}</title><style>{_STYLE}</style></head><body>",
+        f"<title>{html.escape(title)}</title><style>{STYLE}</style></head><body>",
         f"<h1>{html.escape(title)}</h1>",
         "<h2>Loss</h2>",
         _loss_chart(rows),
@@ -60,7 +59,7 @@ def render(
     if any(row.get("lr") is not None for row in rows):
         parts += [
             "<h2>Learning rate</h2>",
-            chart([("lr", _points(rows, "lr"))], "learning rate", height=180, floor=0.0),
+            chart([("lr", points_of(rows, "lr"))], "learning rate", height=180, floor=0.0),
         ]
     if measured:
         bar = bars([(f"step {measured['step']}", measured["by_category"])], list(CATEGORIES), "bytes by category")
@@ -71,30 +70,9 @@ def render(
     return "\n".join(parts) + "\n"
 
 
-def _points(rows: Sequence[Mapping[str, Any]], key: str) -> Points:
-    found = [(float(row["step"]), float(row[key])) for row in rows if row.get(key) not in (None, "")]
-    return [(x, y) for x, y in found if math.isfinite(y)]
-
-
 def _loss_chart(rows: Sequence[Mapping[str, Any]]) -> str:
-    train, val = _points(rows, "loss"), _points(rows, "val_loss")
-    series = [("train", _thin(train)), ("smooth", _thin(_smooth(train))), ("val", val)]
+    train, val = points_of(rows, "loss"), points_of(rows, "val_loss")
+    series = [("train", thin(train)), ("smooth", thin(smooth(train))), ("val", val)]
     legend = "<p class='lead'><span style='color:var(--a)'>━</span> training loss (thin: each step, thick: running mean)"
     legend += " &nbsp; <span style='color:var(--b)'>●</span> validation loss</p>" if val else "</p>"
     return chart(series, "nats per token") + legend
-
-
-def _smooth(points: Points) -> Points:
-    """An exponential running mean over about a fiftieth of the run, a plain mean until there are as many points."""
-    window = max(1.0, len(points) / 50)
-    mean = 0.0
-    smoothed = []
-    for number, (x, y) in enumerate(points, start=1):
-        mean += (y - mean) / min(number, window)
-        smoothed.append((x, mean))
-    return smoothed
-
-
-def _thin(points: Points, most: int = 1500) -> Points:
-    stride = max(1, len(points) // most)
-    return points[::stride] + ([points[-1]] if points and (len(points) - 1) % stride else [])
