@@ -28,7 +28,7 @@ class Chosen:
     Attributes:
         tokens: one of each row.
         logprobs: of these under the model itself, by the number of the row, where they were asked for.
-        own_AV: all log-probabilities of such rows, in that order; None where there are none.
+        own_AV: all log-probabilities of such rows, in that order; None where nobody wants more than one.
     """
 
     tokens: list[int]
@@ -48,11 +48,12 @@ class Choice:
         tokens_B: one of each row.
         asked: rows whose log-probabilities are wanted.
         own_AV: these, in order.
+        whole: whether of more than the tokens; else they are gone when those are known.
     """
 
-    def __init__(self, tokens_B: Tensor, asked: Sequence[int], own_AV: Tensor | None) -> None:
+    def __init__(self, tokens_B: Tensor, asked: Sequence[int], own_AV: Tensor | None, whole: bool) -> None:
         self.tokens_B = tokens_B
-        self._asked, self._own_AV = asked, own_AV
+        self._asked, self._own_AV = asked, own_AV if whole else None
         found = tokens_B
         if own_AV is not None:
             of_A = tokens_B if len(asked) == len(tokens_B) else tokens_B[to_device(asked, tokens_B.device)]
@@ -102,7 +103,7 @@ def choose(rows: Sequence[Tensor], answers: Sequence[Answer], asked: Sequence[in
         else:
             rows_G = to_device(these, logits_BV.device)
             tokens_B[rows_G] = _draw(probabilities(logits_BV[rows_G], sampling), generators)
-    return Choice(tokens_B, asked, own_AV)
+    return Choice(tokens_B, asked, own_AV, any(answers[row].request.sampling.logprobs for row in asked))
 
 
 def to_device(numbers: Sequence[int] | Sequence[float], device: torch.device) -> Tensor:
