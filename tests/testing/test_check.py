@@ -6,6 +6,8 @@ import importlib.util
 import json
 from pathlib import Path
 
+import serving
+
 
 def test_a_plugin_that_passes(fw) -> None:
     ended = fw("plugins", "check", "schedule", "constant").ok()
@@ -21,11 +23,12 @@ def test_one_that_cannot_be_used_and_one_that_is_none(fw) -> None:
     assert fw("plugins", "check", "nonsense").code == 2
 
 
-def test_options_and_what_else_a_run_needs(fw) -> None:
+def test_options_of_files_here(fw, workspace) -> None:
     """Of files in the directory where it is asked for."""
     Path("texts.jsonl").write_text("".join(json.dumps({"text": f"this is the text of number {n}. " * 3}) + "\n" for n in range(60)))
+    serving.make_model(Path("base"), hidden_size=32, intermediate_size=64)
     ended = fw("plugins", "check", "data", "jsonl")
     assert ended.code == 1 and "no files given" in ended.out
-    fw("plugins", "check", "data", "jsonl", "data.files=[texts.jsonl]", "data.tokenizer=byte").ok()
+    fw("plugins", "check", "data", "jsonl", "data.files=[texts.jsonl]", "data.tokenizer=base").ok()
     ended = fw("plugins", "check", "data", "jsonl", "data.nonsense=1")
     assert ended.code == 1 and "nonsense" in ended.out

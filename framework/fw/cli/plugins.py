@@ -16,7 +16,7 @@ EXAMPLES = """examples:
   fw plugins show optimizer adamw
   fw plugins new optimizer my-sgd --dir my-sgd
   fw plugins check optimizer adamw
-  fw plugins check data chat data.files=[chats.jsonl]
+  fw plugins check data chat data.files=[chats.jsonl] data.tokenizer=models/base
   fw plugins matrix peft quantization"""
 
 
