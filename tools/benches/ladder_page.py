@@ -33,9 +33,9 @@ LEGEND = """
 Bytes are by the allocator's own events in the third step (`memory.measure_step=3`), of the rank that took most. Weights include gathered
 ones and copies in the compute dtype; activations are what blocks leave for backward; head and loss what final norm, head and loss leave;
 temporary is all else: results on their way, gradients of activations, what is recomputed. tokens/s are relative to the first row of the
-same round, the mean of {rounds} rounds, which differ by {spread:.2f} at most. Losses differ where the arithmetic does. On a CPU the host
-is the device: what a GPU gives to host memory (`offload.optimizer=cpu`) saves nothing here, so the rows on offloading use the disk; and
-the 8-bit update, many passes over all parameters, takes longer than forward and backward on two cores."""
+same round, {of_rounds}. Losses differ where the arithmetic does."""
+_OF_ALL = """ On a CPU the host is the device: what a GPU gives to host memory (`offload.optimizer=cpu`) saves nothing here, so the rows on
+offloading use the disk; and the 8-bit update, many passes over all parameters, takes longer than forward and backward on two cores."""
 
 
 @dataclass
@@ -90,8 +90,9 @@ def page(results: Mapping[str, Mapping[str, Any]], rungs: Sequence[Rung], model:
         numbers = " | ".join(f"{part:,.0f}" for part in (memory["peak_bytes"] / 2**20, *parts))
         lines.append(f"| {label} | {numbers} | {memory['phase']} | {found['speed']:.2f} | {found['loss']:.4f} |")
     lines += ["", "What each row sets:", "", *(rung.described() for rung in rungs), ""]
-    spread = max(found["spread"] for found in results.values())
-    lines += _wrapped(LEGEND.format(rounds=len(first["speeds"]), spread=spread))
+    spread, rounds = max(found["spread"] for found in results.values()), len(first["speeds"])
+    of_rounds = f"the mean of {rounds} rounds, which differ by {spread:.2f} at most" if rounds > 1 else "of which there was one"
+    lines += _wrapped(LEGEND.format(of_rounds=of_rounds) + (_OF_ALL if options.of == "full" else ""))
     return "\n".join(lines) + "\n"
 
 
