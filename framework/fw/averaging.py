@@ -32,6 +32,7 @@ class AveragedWeights(Stepper):
 
     def __init__(self, inner: Stepper, decay: float) -> None:
         self.inner, self._decay, self._updates = inner, decay, 0
+        self.length_multiple = inner.length_multiple
         trained = [(name, parameter) for name, parameter in inner.parameters() if parameter.requires_grad]
         self._weights: dict[str, nn.Parameter] = dict(trained)
         with torch.no_grad():
@@ -131,10 +132,6 @@ class AveragedWeights(Stepper):
     @property
     def lr(self) -> float:
         return self.inner.lr
-
-    @property
-    def length_multiple(self) -> int:  # type: ignore[override]
-        return self.inner.length_multiple
 
     def forward_context(self) -> AbstractContextManager[object]:
         return self.inner.forward_context()

@@ -8,7 +8,7 @@ from fw.checkpointing.retention import prune
 from fw.checkpointing.state import RNG, STATE, read_rng
 from fw.checkpointing.step_directories import StepDirectories, StepReader, TensorWriting
 from fw.checkpointing.stream import size_bytes
-from fw.checkpointing.tensor_files import ADAPTER, AVERAGE, TensorFiles, adapter_for, weights_for
+from fw.checkpointing.tensor_files import ADAPTER, AVERAGE, TensorFiles, adapter_for, has_tensors, weights_for
 from fw.checkpointing.writing import LANES, Writing, dealt, distinct, split_groups
 
 __all__ = [
@@ -30,6 +30,7 @@ __all__ = [
     "damages",
     "dealt",
     "distinct",
+    "has_tensors",
     "hash_file",
     "is_divided",
     "prune",

@@ -12,7 +12,7 @@ from fw.checkpointing import commit
 from fw.checkpointing.manifest import MANIFEST, damages, hash_file, read_manifest, write_manifest
 from fw.checkpointing.pieces import Layout
 from fw.checkpointing.ranks import OneRank
-from fw.checkpointing.tensor_files import ADAPTER, AVERAGE, TensorFiles
+from fw.checkpointing.tensor_files import ADAPTER, AVERAGE, TensorFiles, has_tensors
 from fw.checkpointing.writing import Writing, distinct
 from fw.errors import RunError
 from fw.kinds.checkpoint import Beat, Kept, Part, Piece
@@ -62,9 +62,7 @@ def reshard(step: Place, to: Place, max_bytes: int, progress: Callable[[int], ob
 
 def groups_of(step: Place) -> dict[str, TensorFiles]:
     """The tensors of a step, by the stem of their files."""
-    names = set(step.names())
-    stems = [stem for stem in GROUPS if {f"{stem}.safetensors", f"{stem}.safetensors.index.json"} & names]
-    return {stem: TensorFiles(step, stem) for stem in stems}
+    return {stem: TensorFiles(step, stem) for stem in GROUPS if has_tensors(step, stem)}
 
 
 def write_step(

@@ -32,6 +32,11 @@ Fill = Callable[[Mapping[str, Tensor] | Mapping[str, Tensor | Kept]], None]
 _DTYPE_OF = {name: dtype for dtype, name in DTYPES.items()}
 
 
+def has_tensors(directory: Place, stem: str) -> bool:
+    """Whether there are files of this stem."""
+    return bool({f"{stem}.safetensors", f"{stem}.safetensors.index.json"} & set(directory.names()))
+
+
 class TensorFiles:
     """The tensors of ``<stem>.safetensors``, or of the files that ``<stem>.safetensors.index.json`` names.
 

@@ -15,7 +15,7 @@ from fw.checkpointing import commit
 from fw.checkpointing.manifest import MANIFEST, read_manifest
 from fw.checkpointing.quantized_files import weights_of
 from fw.checkpointing.stream import DTYPES
-from fw.checkpointing.tensor_files import ADAPTER, AVERAGE, TensorFiles
+from fw.checkpointing.tensor_files import ADAPTER, AVERAGE, TensorFiles, has_tensors
 from fw.config import parse_size
 from fw.errors import UserError
 from fw.locate import ADAPTER_CONFIG, CONFIG, find, inside
@@ -116,7 +116,7 @@ def _export_adapter(directory: Place, to: Path, dtype: str | None, average: bool
 
 
 def _averages(directory: Place) -> TensorFiles:
-    if not any(name.startswith(f"{AVERAGE}.safetensors") for name in directory.names()):
+    if not has_tensors(directory, AVERAGE):
         raise UserError(f"--average: {directory} holds no average of weights; a run with train.ema_decay=0.999 keeps one")
     return TensorFiles(directory, AVERAGE)
 

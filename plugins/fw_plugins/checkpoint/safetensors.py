@@ -20,6 +20,7 @@ from fw.api.checkpointing import (
     Writing,
     adapter_for,
     dealt,
+    has_tensors,
     is_divided,
     size_bytes,
     split_groups,
@@ -51,7 +52,7 @@ class SafetensorsReader(StepReader):
 
     def average(self, model: CausalLM) -> Give | None:
         """As weights are, in files of their own."""
-        if not any(name.startswith(f"{AVERAGE}.safetensors") for name in self.place.names()):
+        if not has_tensors(self.place, AVERAGE):
             return None
         files = TensorFiles(self.place, AVERAGE)
         return weights_for(files, model) if model.adapters is None else adapter_for(files, model)
