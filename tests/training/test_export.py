@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import importlib
 import json
 import os
 import re
@@ -109,6 +110,7 @@ def test_the_stored_config_repeats_the_run(workspace):
 def test_the_python_api_may_be_called_twice_in_a_process(workspace):
     import fw as package
 
+    importlib.import_module("pytorch_lightning")  # which sets a variable of its own
     before = dict(os.environ)
     first = package.train("tiny.yaml", "train.max_steps=3", "train.run_dir=a")
     second = package.train("tiny.yaml", "train.max_steps=3", "train.run_dir=b")
