@@ -7,7 +7,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
-from fw.meter.operators import STEP, Call, Copies, StepTrace, calls_of, length, step_trace, union, without
+from fw.meter.intervals import length, union, without
+from fw.meter.operators import STEP, Call, Copies, StepTrace, calls_of, step_trace
 
 MS = 1_000_000
 
@@ -130,6 +131,7 @@ def test_a_gpus_time_is_its_kernels() -> None:
     assert by_name(trace) == pytest.approx({"aten::mm": 6, "NCCL": 3, "copies between host and GPU": 1})
     assert trace.idle_seconds == pytest.approx(0.002)
     assert trace.copied == [Copies(to_host=True, operator="aten::item", times=1, nbytes=4)]
+    assert [(each.way, each.nbytes, each.seconds) for each in trace.transfers] == [("to the host", 4, pytest.approx(0.001))]
     product = next(each for each in trace.operators if each.name == "aten::mm")
     assert (product.flops, product.dtype, product.nbytes) == (128, "bfloat16", 2 * (32 + 8))
     assert StepTrace.from_json(trace.as_json()) == trace

@@ -113,6 +113,7 @@ if TYPE_CHECKING:
     from fw.locate import ADAPTER_CONFIG as ADAPTER_CONFIG, find as find
     from fw.meter.operator_flops import operator_flops as operator_flops
     from fw.meter.planned import gpu_capability as gpu_capability, on_gpu as on_gpu, planned_gpu as planned_gpu
+    from fw.meter.transfers import FROM_DISK as FROM_DISK, TO_DISK as TO_DISK, disk_transfer as disk_transfer
     from fw.place import Place as Place
     from fw.pretrained import plugin_for as plugin_for, read_config as read_config
     from fw.pretrained.directory import read_adapter_config as read_adapter_config
@@ -156,6 +157,7 @@ _NAMES = {
     "fw.locate": "ADAPTER_CONFIG find",
     "fw.meter.operator_flops": "operator_flops",
     "fw.meter.planned": "gpu_capability on_gpu planned_gpu",
+    "fw.meter.transfers": "FROM_DISK TO_DISK disk_transfer",
     "fw.place": "Place",
     "fw.pretrained": "plugin_for read_config",
     "fw.pretrained.directory": "read_adapter_config",

@@ -9,17 +9,16 @@ from __future__ import annotations
 import itertools
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from math import prod
 from typing import Any, NamedTuple
 
 import torch
 
+from fw.meter.intervals import length, union, without
 from fw.meter.operator_flops import operator_flops
-
-Interval = tuple[int, int]
-"""From when to when, in nanoseconds."""
+from fw.meter.transfers import TO_GPU, TO_HOST, Transfer, transfer
 
 STEP = "fw.meter.traced step"
 """Name of the mark around what is traced."""
@@ -105,6 +104,7 @@ class StepTrace:
         waited_seconds: in which no operator ran, but what ranks exchange was under way.
         idle_seconds: in which nothing ran: Python, the framework, launching.
         copied: between host and GPU.
+        transfers: all of it by way, and what offload tells of a disk.
     """
 
     seconds: float
@@ -112,6 +112,7 @@ class StepTrace:
     waited_seconds: float
     idle_seconds: float
     copied: Sequence[Copies] = ()
+    transfers: Sequence[Transfer] = ()
 
     def as_json(self) -> dict[str, Any]:
         """Its attributes."""
@@ -121,7 +122,8 @@ class StepTrace:
     def from_json(raw: dict[str, Any]) -> StepTrace:
         """What :meth:`as_json` gave."""
         operators, copied = [Operator(**each) for each in raw["operators"]], [Copies(**each) for each in raw["copied"]]
-        return StepTrace(**{**raw, "operators": operators, "copied": copied})
+        transfers = [Transfer(**each) for each in raw.get("transfers", ())]
+        return StepTrace(**{**raw, "operators": operators, "copied": copied, "transfers": transfers})
 
 
 def calls_of(results: Any) -> list[Call]:
@@ -213,11 +215,14 @@ def _of_gpu(
     copying = union((kernel.begin, kernel.end) for kernel in kernels if _kind(kernel.name) == "copy")
     by_place: Counter[int] = Counter()
     copied: dict[tuple[bool, str], list[int]] = defaultdict(list)
+    moved: dict[str, list[tuple[tuple[int, int], int]]] = defaultdict(list)
     for kernel in kernels:
         kind = _kind(kernel.name)
         place = launched.get(kernel.launched_by)
         if kind == "copy":
-            copied["DtoH" in kernel.name, _outermost(operators, parents, place)].append(kernel.nbytes)
+            to_host = "DtoH" in kernel.name
+            copied[to_host, _outermost(operators, parents, place)].append(kernel.nbytes)
+            moved[TO_HOST if to_host else TO_GPU].append(((kernel.begin, kernel.end), kernel.nbytes))
         elif kind == "operator" and place is not None:
             by_place[place] += kernel.end - kernel.begin
     # Kernels of several streams may run at once: their shares are of the time in which any does.
@@ -235,7 +240,8 @@ def _of_gpu(
     ]
     idle = length(without([(step.begin, end)], busy))
     made = [Copies(to_host, operator, len(sizes), sum(sizes)) for (to_host, operator), sizes in copied.items()]
-    return StepTrace((end - step.begin) / 1e9, sorted([*found, *extra], key=lambda each: -each.seconds), 0.0, idle / 1e9, made)
+    by_way = [transfer(way, pieces) for way, pieces in sorted(moved.items())]
+    return StepTrace((end - step.begin) / 1e9, sorted([*found, *extra], key=lambda each: -each.seconds), 0.0, idle / 1e9, made, by_way)
 
 
 def _outermost(operators: Sequence[Call], parents: Sequence[int | None], place: int | None) -> str:
@@ -327,39 +333,3 @@ def _grouped(timed: Iterable[tuple[Call, float, str]], flops: Sequence[int], all
         for (name, shapes, flop, dtype, nbytes, kind), each in groups.items()
     ]
     return sorted((each for each in found if each.seconds > 0 or each.allocated_bytes), key=lambda each: -each.seconds)
-
-
-def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same moments, in order and without overlap."""
-    merged: list[Interval] = []
-    for begin, end in sorted(intervals):
-        if merged and begin <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
-        else:
-            merged.append((begin, end))
-    return merged
-
-
-def without(intervals: Sequence[Interval], others: Sequence[Interval]) -> list[Interval]:
-    """What of ``intervals`` is not in ``others``; both in order and without overlap."""
-    return list(_without(intervals, others))
-
-
-def _without(intervals: Sequence[Interval], others: Sequence[Interval]) -> Iterator[Interval]:
-    first = 0
-    for begin, end in intervals:
-        while first < len(others) and others[first][1] <= begin:
-            first += 1
-        place = first
-        while place < len(others) and others[place][0] < end:
-            if others[place][0] > begin:
-                yield begin, others[place][0]
-            begin = max(begin, others[place][1])
-            place += 1
-        if begin < end:
-            yield begin, end
-
-
-def length(intervals: Iterable[Interval]) -> int:
-    """In all."""
-    return sum(end - begin for begin, end in intervals)

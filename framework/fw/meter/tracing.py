@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 from fw.meter.operators import STEP, StepTrace, calls_of, step_trace
+from fw.meter.transfers import gpu_rates, heard
 
 _SNAPSHOT_ENTRIES = 1_000_000
 
@@ -27,7 +29,10 @@ def tracing(device: torch.device, directory: Path, rank: int) -> Iterator[list[S
     if on_gpu:
         torch.cuda.memory._record_memory_history(max_entries=_SNAPSHOT_ENTRIES)
     try:
-        with profile(activities=activities, record_shapes=True, profile_memory=True, acc_events=True) as record:
+        with (
+            heard() as on_disk,
+            profile(activities=activities, record_shapes=True, profile_memory=True, acc_events=True) as record,
+        ):
             with torch.profiler.record_function(STEP):
                 yield found
             if on_gpu:
@@ -38,5 +43,8 @@ def tracing(device: torch.device, directory: Path, rank: int) -> Iterator[list[S
         if on_gpu:
             torch.cuda.memory._record_memory_history(enabled=None)
     assert record.profiler is not None and record.profiler.kineto_results is not None
-    found.append(step_trace(calls_of(record.profiler.kineto_results)))
+    trace = step_trace(calls_of(record.profiler.kineto_results))
+    most = gpu_rates(device) if on_gpu and trace.transfers else {}
+    between = [replace(each, most=most.get(each.way, 0.0)) for each in trace.transfers]
+    found.append(replace(trace, transfers=[*between, *on_disk]))
     record.export_chrome_trace(str(directory / f"rank{rank}.pt.trace.json.gz"))

@@ -12,7 +12,7 @@ from fw.meter.operators import Operator
 from fw.meter.step_clock import PHASES
 from fw.meter.step_time import StepTime
 from fw.planning.markup import table
-from fw.planning.tell_time import by_name, copies, sentence, took
+from fw.planning.tell_time import by_name, copies, sentence, took, transfers
 
 STYLE = """
 .shares { display: flex; height: 1.5rem; border-radius: 6px; overflow: hidden; margin: .6rem 0 .4rem; }
@@ -46,6 +46,9 @@ def section(time: StepTime) -> str:
         if time.trace.copied:
             heads = ["", "way", "times", "bytes"]
             parts.append(f"<h2>Copies between host and GPU in the step</h2>{table(heads, copies(time.trace))}")
+        if time.trace.transfers:
+            rows = [[way, nbytes, rate + most] for way, nbytes, rate, most in transfers(time.trace)]
+            parts.append(f"<h2>Transfers in the step</h2>{table(['', 'bytes', 'rate'], rows)}")
     return "\n".join(parts)
 
 

@@ -30,6 +30,9 @@ def lines(time: StepTime) -> list[str]:
     if time.trace.copied:
         told += ["", "copies between host and GPU in the step"]
         told += [f"  {operator}: {nbytes} {way} in {times} copies" for operator, way, times, nbytes in copies(time.trace)]
+    if time.trace.transfers:
+        told += ["", "transfers"]
+        told += [f"  {way}: {nbytes} at {rate}{most}" for way, nbytes, rate, most in transfers(time.trace)]
     return told
 
 
@@ -89,6 +92,14 @@ def copies(trace: StepTrace) -> list[list[str]]:
     return [
         [each.operator or "another thread", "to the host" if each.to_host else "to the GPU", f"{each.times}", format_size(each.nbytes)]
         for each in sorted(trace.copied, key=lambda each: -each.nbytes)
+    ]
+
+
+def transfers(trace: StepTrace) -> list[list[str]]:
+    """For each way that offload's bytes go its name, how many, how fast, and the most that was measured."""
+    return [
+        [each.way, format_size(each.nbytes), _rate(each.rate, "B/s"), f" of {_rate(each.most, 'B/s')} measured" if each.most else ""]
+        for each in trace.transfers
     ]
 
 

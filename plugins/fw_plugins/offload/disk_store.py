@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fw.api import FwError, RunError, describe, format_size, planned_gpu
+from fw.api import FROM_DISK, TO_DISK, FwError, RunError, describe, disk_transfer, format_size, planned_gpu
 from fw_plugins.offload.prefetch import Fetch, Stored
 
 
@@ -51,7 +51,7 @@ class OnDisk(Stored):
         self._stride = tensor.stride()  # compiled code counts on it, gaps included
         self._file = tempfile.TemporaryFile(dir=directory)  # noqa: SIM115 - closed when nothing refers to it any more
         os.posix_fallocate(self._file.fileno(), 0, self._bytes)  # a full disk is an error here and not a signal later
-        with mmap.mmap(self._file.fileno(), self._bytes) as memory:
+        with disk_transfer(TO_DISK, self._bytes, directory), mmap.mmap(self._file.fileno(), self._bytes) as memory:
             torch.frombuffer(memory, dtype=self._dtype).view(self._shape).copy_(tensor)
 
     def fetch(self) -> Fetch:
@@ -61,7 +61,8 @@ class OnDisk(Stored):
 
     def _read(self, data: Tensor) -> None:
         try:
-            read_whole(self._file.fileno(), data.numpy().data)
+            with disk_transfer(FROM_DISK, self._bytes, self._directory):
+                read_whole(self._file.fileno(), data.numpy().data)
         except OSError as error:
             raise RunError(f"offload.path: {self._directory}: {error.strerror or error} while reading activations back") from None
 

@@ -8,7 +8,7 @@ import os
 import tempfile
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -17,10 +17,23 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fw.api import CausalLM, OffloadPolicy, OptimizerSpec, RunError, StepSpec, UserError, on_gpu
+from fw.api import (
+    FROM_DISK,
+    TO_DISK,
+    CausalLM,
+    OffloadPolicy,
+    OptimizerSpec,
+    RunError,
+    StepSpec,
+    UserError,
+    disk_transfer,
+    on_gpu,
+)
 from fw_plugins.sharding.parts import local_part
 from fw_plugins.sharding.space import allow_open_files, check_space
 
+_POPULATE_WRITE = 23
+"""MADV_POPULATE_WRITE of Linux, which Python's mmap has no name for."""
 _AHEAD = 2
 """Gradients that are copied to the host while a parameter is updated there, each in page-locked memory of its size."""
 
@@ -56,6 +69,7 @@ class OffloadedOptimizer:
         for parameter, grad in _arriving(grads):
             host, optimizer = self._each[parameter]
             host.grad = grad.to(host.dtype)
+            self._fetch(host)
             optimizer.step()
             host.grad = None
             self._settle(host, optimizer)
@@ -76,6 +90,17 @@ class OffloadedOptimizer:
             if on_gpu(local):
                 host.detach().copy_(local)
 
+    def _fetch(self, host: Tensor) -> None:
+        """Read a parameter's state in large pieces; the update would page by page, amid its computation."""
+        for memory in self._mapped.get(host, ()):
+            with disk_transfer(FROM_DISK, len(memory), self._directory), suppress(OSError):  # Linux before 5.14 has no way to
+                memory.madvise(_POPULATE_WRITE)
+
+    @property
+    def _directory(self) -> Path:
+        assert self._path is not None
+        return self._path
+
     def _settle(self, host: Tensor, optimizer: torch.optim.Optimizer) -> None:
         """State that the first step has made goes to its tier; pages that are on disk leave memory."""
         if self._path is None:
@@ -88,7 +113,8 @@ class OffloadedOptimizer:
                     state[key], memory = _to_disk(value, self._path)
                     self._mapped[host].append(memory)
         for memory in self._mapped[host]:
-            memory.flush()
+            with disk_transfer(TO_DISK, len(memory), self._path):
+                memory.flush()
             memory.madvise(mmap.MADV_DONTNEED)
 
     def state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
@@ -224,6 +250,9 @@ def without_files() -> Iterator[None]:
 
 class _Nowhere:
     """In place of mapped memory."""
+
+    def __len__(self) -> int:
+        return 0
 
     def flush(self) -> None:
         """There is nothing to write."""
