@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from fw.api import (
     AttentionPlugin,
-    CausalLM,
     HFTensor,
     Init,
     KVShape,
@@ -31,8 +30,21 @@ from fw.api import (
     positions,
 )
 from fw_models.hf_config import HFNames, write
-from fw_models.layers import Angles, Attention, AttentionShape, GatedMLP, RMSNorm, Rope, RopeScaling, ShiftedRMSNorm, prepend
+from fw_models.layers import (
+    Angles,
+    Attention,
+    AttentionShape,
+    GatedMLP,
+    Prefixed,
+    RMSNorm,
+    Rope,
+    RopeScaling,
+    ShiftedRMSNorm,
+    prepend,
+    segments_with,
+)
 from fw_models.layers.embedding import embedding
+from fw_models.virtual_tokens import WithVirtualTokens
 
 
 @dataclass
@@ -146,7 +158,7 @@ class Block(nn.Module):
         return (x_BLD + out[0], out[1]) if isinstance(out, tuple) else x_BLD + out
 
 
-class Decoder(CausalLM):
+class Decoder(WithVirtualTokens):
     """Embedding, blocks, final norm, head. An architecture says what a block is and how its config.json reads."""
 
     hf: ClassVar[HFNames]
@@ -164,7 +176,6 @@ class Decoder(CausalLM):
         self.embed_tokens = embedding(vocab_size, config.hidden_size, config.pad_token_id)
         self.layers = nn.ModuleList(self.block(layer) for layer in range(config.num_hidden_layers))
         self.norm = self.final_norm()
-        self.register_parameter("prompt_embeddings", None)
         self.lm_head = None if config.tie_word_embeddings else nn.Linear(config.hidden_size, vocab_size, bias=False)
 
     def block(self, layer: int) -> nn.Module:
@@ -207,15 +218,20 @@ class Decoder(CausalLM):
         if self.prompt_embeddings is not None and not adapters_are_off():
             virtual = len(self.prompt_embeddings)
             x_BLD, positions_BL, segments_BL = prepend(self.prompt_embeddings, x_BLD, positions_BL, segments_BL)
+        prefix, before = self.prefix(), virtual
+        if prefix:
+            before = self.virtual_tokens
+            positions_BL, segments_BL = positions_BL + before, segments_with(before, segments_BL)
         windows = [self.config.window(layer) for layer in range(len(self.layers))]
         ropes = [self.config.rope(layer) for layer in range(len(self.layers))]
         # Once per forward for all blocks that share them.
-        length = virtual + ids_BL.shape[1]  # of which x may be this rank's part
+        length = before + ids_BL.shape[1]  # of which x may be this rank's part
         plans = {w: self.attention.plan(Pattern(length, w, segments_BL), ids_BL.device) for w in dict.fromkeys(windows)}
         angles = {rope: rope.angles(positions_BL) for rope in dict.fromkeys(ropes)}
         routed: list[Tensor] = []
-        for layer, window, rope in zip(self.layers, windows, ropes, strict=True):
-            x_BLD = layer(x_BLD, angles[rope], plans[window])
+        for number, (layer, window, rope) in enumerate(zip(self.layers, windows, ropes, strict=True)):
+            plan = Prefixed(plans[window], *prefix[number]) if prefix else plans[window]
+            x_BLD = layer(x_BLD, angles[rope], plan)
             if isinstance(x_BLD, tuple):
                 x_BLD, logits_BLE = x_BLD
                 routed.append(logits_BLE)
@@ -229,14 +245,14 @@ class Decoder(CausalLM):
         x_BLD = self.norm(x_BLD[:, virtual:] if virtual else x_BLD)  # what it is of is held no longer than autograd does
         return self.around_head(x_BLD, out)
 
+    @property
+    def embedding_width(self) -> int:
+        """The model's."""
+        return self.config.hidden_size
+
     def embed(self, ids_BL: Tensor) -> Tensor:
         """``[B, L]`` → ``[B, L, D]``."""
         return self.embed_tokens(ids_BL)
-
-    def add_prompt(self, tokens: int) -> str:
-        """Before the first block."""
-        self.prompt_embeddings = nn.Parameter(torch.empty(tokens, self.config.hidden_size))
-        return "prompt_embeddings"
 
     def head(self, x_BLD: Tensor) -> Tensor:
         """``[…, D]`` → ``[…, V]``."""
@@ -349,8 +365,8 @@ class Decoder(CausalLM):
 
     def whole_sequences_because(self) -> str:
         """Only where the longest position decides the angles of all."""
-        if self.prompt_embeddings is not None:
-            return "virtual tokens (peft=prompt) stand before whole ones"
+        if because := super().whole_sequences_because():
+            return because
         scaling = self.config.rope_scaling
         dynamic = scaling is not None and scaling.rope_type == "dynamic"
         return "model.rope_scaling of type dynamic depends on the longest position of the batch" if dynamic else ""

@@ -7,13 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fw.api import (
     AttentionPlugin,
-    CausalLM,
     HFTensor,
     Init,
     KVShape,
@@ -26,8 +24,9 @@ from fw.api import (
     positions,
 )
 from fw_models.hf_config import HFNames, write
-from fw_models.layers import ACTIVATIONS, prepend
+from fw_models.layers import ACTIVATIONS, Prefixed, attend, prepend, segments_with
 from fw_models.layers.embedding import embedding
+from fw_models.virtual_tokens import WithVirtualTokens
 
 
 @dataclass
@@ -107,7 +106,7 @@ class GPT2Attention(nn.Module):
             part_BLD.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part_BLD in self.c_attn(x_BLD).chunk(3, dim=-1)
         )
         dropout = self.dropout if self.training else 0.0
-        out_BNLH = self.attention.attend(q_BNLH, k_BNLH, v_BNLH, plan, scale=self.scale, dropout=dropout)
+        out_BNLH = attend(self.attention, q_BNLH, k_BNLH, v_BNLH, plan, scale=self.scale, dropout=dropout)
         return F.dropout(self.c_proj(out_BNLH.transpose(1, 2).flatten(2)), self.out_dropout, self.training)
 
 
@@ -143,7 +142,7 @@ class GPT2Block(nn.Module):
         return x_BLD + self.mlp(self.ln_2(x_BLD))
 
 
-class GPT2(CausalLM):
+class GPT2(WithVirtualTokens):
     """GPT-2."""
 
     hf: ClassVar[HFNames] = HFNames(
@@ -167,7 +166,6 @@ class GPT2(CausalLM):
         self.wpe = embedding(config.n_positions, config.n_embd)
         self.h = nn.ModuleList(GPT2Block(config, layer, attention) for layer in range(config.n_layer))
         self.ln_f = nn.LayerNorm(config.n_embd, config.layer_norm_epsilon)
-        self.register_parameter("prompt_embeddings", None)
         self.lm_head = None if config.tie_word_embeddings else nn.Linear(config.n_embd, vocab_size, bias=False)
 
     @property
@@ -203,10 +201,14 @@ class GPT2(CausalLM):
         if self.prompt_embeddings is not None and not adapters_are_off():
             virtual = len(self.prompt_embeddings)
             x_BLD, positions_BL, segments_BL = prepend(self.prompt_embeddings, x_BLD, positions_BL, segments_BL)
-        plan = self.attention.plan(Pattern(virtual + length, None, segments_BL), ids_BL.device)  # of x this rank may have a part
+        prefix, before = self.prefix(), virtual
+        if prefix:
+            before = self.virtual_tokens
+            positions_BL, segments_BL = positions_BL + before, segments_with(before, segments_BL)
+        plan = self.attention.plan(Pattern(before + length, None, segments_BL), ids_BL.device)  # of x this rank may have a part
         x_BLD = F.dropout(x_BLD + self.wpe(positions_BL), self.config.embd_pdrop, self.training)
-        for block in self.h:
-            x_BLD = block(x_BLD, plan)
+        for number, block in enumerate(self.h):
+            x_BLD = block(x_BLD, Prefixed(plan, *prefix[number]) if prefix else plan)
 
         def out(x_BLD: Tensor) -> Tensor:
             if readout is None:
@@ -263,14 +265,10 @@ class GPT2(CausalLM):
             },
         )
 
-    def whole_sequences_because(self) -> str:
-        """Unless virtual tokens do, nothing stands against it."""
-        return "" if self.prompt_embeddings is None else "virtual tokens (peft=prompt) stand before whole ones"
-
-    def add_prompt(self, tokens: int) -> str:
-        """Before the first block; they have positions."""
-        self.prompt_embeddings = nn.Parameter(torch.empty(tokens, self.config.n_embd))
-        return "prompt_embeddings"
+    @property
+    def embedding_width(self) -> int:
+        """The model's."""
+        return self.config.n_embd
 
     def hf_config(self) -> dict[str, Any]:
         """``config.json`` of ``GPT2LMHeadModel``."""

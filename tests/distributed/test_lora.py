@@ -23,6 +23,7 @@ ONE = {
     "ia3": ["peft=ia3"],
     "adapter": ["peft={name: adapter, size: 4}"],
     "prompt": ["peft={name: prompt, tokens: 4}"],
+    "prefix": ["peft={name: prefix, tokens: 4}"],
     "hf_peft": ["peft={name: hf_peft, type: LOKR, config: {r: 4}}"],
 }
 """What is divided; the first of a cell's words that is here says which."""
@@ -48,6 +49,8 @@ CELLS: dict[str, list[str]] = {
     "adapter zero 3": ["sharding=zero", "sharding.stage=3"],
     "prompt fsdp": ["sharding=fsdp"],
     "prompt zero 3": ["sharding=zero", "sharding.stage=3"],
+    "prefix fsdp, recomputed": ["sharding=fsdp", "activation=full"],
+    "prefix zero 3, recomputed": ["sharding=zero", "sharding.stage=3", "activation=full"],
     "hf_peft fsdp": ["sharding=fsdp"],
     "hf_peft zero 2": ["sharding=zero", "sharding.stage=2"],
     "lora zero 3": ["sharding=zero", "sharding.stage=3"],

@@ -99,13 +99,14 @@ PARTS: dict[str, dict[str, Choice]] = {
     "peft": {
         **_named("peft", "none"),
         **_named("peft", "adapter", "lora", "dora", "ia3", targets=_TARGETS),
-        **_named("peft", "prompt", tokens=3),
+        **_named("peft", "prompt", "prefix", tokens=3),
         **_named("peft", "hf_peft", type="LOHA", config={"r": 4, "target_modules": _TARGETS[0]}),
     },
     "quantization": {
         **_named("quantization", "none"),
         **{name: Choice({"quantization": name}, _LORA) for name in ("nf4", "fp4", "int8")},
         **{name: Choice({"quantization": {"name": name, "group_size": 16}}, _LORA) for name in ("w4a16", "w8a16")},
+        **_named("quantization", "qat", group_size=16),
     },
     "logger": {name: Choice({"logger": [name]}) for name in ("csv", "tensorboard")},
     "checkpoint": _named("checkpoint", "safetensors"),

@@ -65,6 +65,7 @@ CASES = {
     "ia3, bf16": ["peft={name: ia3, targets: [k_proj, down_proj]}", "precision=bf16"],
     "bottlenecks, full": ["peft={name: adapter, size: 8}", "activation=full"],
     "virtual tokens": ["peft={name: prompt, tokens: 5}", "precision=bf16", "train.micro_batch_size=2"],
+    "keys and values of virtual tokens": ["peft={name: prefix, tokens: 5}", "precision=bf16", "train.micro_batch_size=2"],
     "peft's own": ["peft={name: hf_peft, type: LOHA, config: {r: 4}}", "precision=bf16"],
     "nf4, lora, bf16": ["quantization=nf4", "peft={name: lora, rank: 4}", "precision=bf16"],
     "fp4, lora, full": ["quantization={name: fp4, double_quantization: false}", "peft={name: lora, rank: 4}", "activation=full"],

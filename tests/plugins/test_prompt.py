@@ -79,7 +79,7 @@ def test_padded_rows_have_the_prompt_before_what_they_hold(tmp_path: Path) -> No
     [
         (["data.min_length=4", "train.packing=true"], "virtual tokens stand before a row"),
         (["sharding={name: fsdp, tensor: 2}", "launch.devices=2"], "virtual tokens stand before whole sequences"),
-        (["sharding={name: fsdp, context: 2}", "launch.devices=2"], r"virtual tokens \(peft=prompt\)"),
+        (["sharding={name: fsdp, context: 2}", "launch.devices=2"], r"virtual tokens \(peft=prompt, peft=prefix\)"),
         (["peft.tokens=0"], r"peft\.tokens: 0 is too small"),
         (["model={name: hf, path: base}"], "takes no virtual tokens"),
     ],

@@ -97,8 +97,9 @@ def prepare(
     dtype = _dtype(options.dtype, config)
     said = {"adapter": adapter, "quantization": recipe.quantization, "offload": _offload(recipe, device, ranks)}
     model = read(path, dtype, device, ThroughCache(), **said, division=ranks.division)
-    if model.adapters is not None and getattr(model, "prompt_embeddings", None) is not None:
-        raise UserError(f"{adapter or path} is an adapter of virtual tokens (peft=prompt), which generation does not put before prompts")
+    if model.virtual_tokens:
+        what = "an adapter of virtual tokens (peft=prompt, peft=prefix)"
+        raise UserError(f"{adapter or path} is {what}, which generation does not put before prompts")
     models = [model, *([_draft(options.draft, dtype, device, read)] if options.draft else [])]
     context = _context(model, options.max_context)
     plugin = recipe.kv_cache

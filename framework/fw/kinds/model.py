@@ -208,6 +208,9 @@ class CausalLM(nn.Module):
     shows_hidden_states: bool = True
     """Whether ``readout`` sees hidden states, and not what its own head has made of them."""
 
+    virtual_tokens: int = 0
+    """That ``peft`` has put before every sequence."""
+
     in_files: Mapping[str, Tensor] = MappingProxyType({})
     """Parameters that lie in mapped files, by name: nobody writes to them, and reading them may have to wait for a disk."""
 
@@ -287,6 +290,15 @@ class CausalLM(nn.Module):
     def add_prompt(self, tokens: int) -> str:
         """Give it virtual tokens, which stand before every sequence: the name of a parameter ``[tokens, D]`` that it has from now on.
         Logits remain those of the sequence's own tokens.
+
+        Raises:
+            UserError: it takes none.
+        """
+        raise UserError("peft: this model takes no virtual tokens; use a model of fw's own, or another peft")
+
+    def add_prefix(self, tokens: int) -> str:
+        """Give it keys and values of virtual tokens in every block, which every token of a sequence sees: the name of a parameter
+        ``[tokens, 2 · blocks · K · H]`` that it has from now on, of each block the keys and then the values. They are no part of rows.
 
         Raises:
             UserError: it takes none.

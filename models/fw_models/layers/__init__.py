@@ -8,6 +8,7 @@ from fw_models.layers.attention import Attention, AttentionShape
 from fw_models.layers.mlp import ACTIVATIONS, GatedMLP
 from fw_models.layers.moe import MoE, balance_loss
 from fw_models.layers.norm import RMSNorm, ShiftedRMSNorm
+from fw_models.layers.prefix import Prefixed, attend, by_block, prefix_width, segments_with
 from fw_models.layers.prompt import prepend
 from fw_models.layers.rope import Angles, Rope, RopeScaling, rotate
 
@@ -18,11 +19,16 @@ __all__ = [
     "AttentionShape",
     "GatedMLP",
     "MoE",
+    "Prefixed",
     "RMSNorm",
     "Rope",
     "RopeScaling",
     "ShiftedRMSNorm",
+    "attend",
     "balance_loss",
+    "by_block",
+    "prefix_width",
     "prepend",
     "rotate",
+    "segments_with",
 ]

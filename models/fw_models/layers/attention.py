@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fw.api import AttentionPlugin
+from fw_models.layers.prefix import attend
 from fw_models.layers.rope import Angles, rotate
 
 
@@ -59,7 +60,8 @@ class Attention(nn.Module):
         q_BNLH, k_BKLH = rotate(q_BLNH.transpose(1, 2), angles), rotate(k_BLKH.transpose(1, 2), angles)
         v_BKLH = self._heads(self.v_proj(x_BLD)).transpose(1, 2)
         dropout = self.shape.dropout if self.training else 0.0
-        out_BNLH = self.attention.attend(q_BNLH, k_BKLH, v_BKLH, plan, scale=self.scale, softcap=self.shape.softcap, dropout=dropout)
+        how = {"scale": self.scale, "softcap": self.shape.softcap, "dropout": dropout}
+        out_BNLH = attend(self.attention, q_BNLH, k_BKLH, v_BKLH, plan, **how)
         return self.o_proj(out_BNLH.transpose(1, 2).flatten(2))
 
     def _heads(self, x_BLE: Tensor) -> Tensor:

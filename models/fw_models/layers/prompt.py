@@ -7,6 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fw_models.layers.prefix import segments_with
+
 
 class Prompted(NamedTuple):
     """A sequence with P virtual tokens before it: ``[B, P + L, …]``."""
@@ -22,6 +24,4 @@ def prepend(prompt_PD: Tensor, x_BLD: Tensor, positions_BL: Tensor, segments_BL:
     x_BLD = torch.cat([prompt_PD.to(x_BLD.dtype).expand(len(x_BLD), -1, -1), x_BLD], 1)
     first_BP = torch.arange(count, device=positions_BL.device).expand(len(positions_BL), -1)
     positions_BL = torch.cat([first_BP, positions_BL + count], 1)
-    if segments_BL is not None:
-        segments_BL = torch.cat([segments_BL[:, :1].expand(-1, count), segments_BL], 1)
-    return Prompted(x_BLD, positions_BL, segments_BL)
+    return Prompted(x_BLD, positions_BL, segments_with(count, segments_BL))

@@ -1,0 +1,103 @@
+"""Keys and values of virtual tokens in every block, against peft."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import fw
+from adapting import IDS, SIZES, base_in, checkpoint, run
+from fw.kinds.peft import without_adapters
+
+peft = pytest.importorskip("peft")
+transformers = pytest.importorskip("transformers")
+
+CONFIGS = {
+    "llama": transformers.LlamaConfig(**SIZES, num_key_value_heads=2),
+    "qwen3": transformers.Qwen3Config(**SIZES, num_key_value_heads=2, head_dim=16),
+    "gemma2": transformers.Gemma2Config(**SIZES, num_key_value_heads=2, head_dim=8, sliding_window=6),
+    "gemma3": transformers.Gemma3TextConfig(**SIZES, num_key_value_heads=2, head_dim=8, sliding_window=6),
+    "mixtral": transformers.MixtralConfig(**SIZES, num_key_value_heads=2, num_local_experts=4),
+    "gpt2": transformers.GPT2Config(
+        vocab_size=40, n_embd=32, n_layer=2, n_head=4, n_positions=32, embd_pdrop=0, attn_pdrop=0, resid_pdrop=0
+    ),
+}
+TOKENS = 3
+PREFIX = {"name": "prefix", "tokens": TOKENS}
+
+
+def _of_peft(tmp_path: Path, name: str, **options: object) -> torch.nn.Module:
+    """Its adapter, in ``adapter``, with values that show."""
+    torch.manual_seed(1)
+    config = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=TOKENS, **options)
+    theirs = peft.get_peft_model(base_in(tmp_path, CONFIGS[name]), config).eval()
+    theirs.save_pretrained(tmp_path / "adapter")
+    return theirs
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_an_adapter_of_peft_gives_the_same_logits_and_gradient(tmp_path: Path, name: str) -> None:
+    theirs = _of_peft(tmp_path, name)
+    ours = fw.load_model(tmp_path / "base", adapter=tmp_path / "adapter")
+    plain = fw.load_model(tmp_path / "base")(IDS)
+    expected, found = theirs(IDS).logits, ours(IDS)
+    assert found.shape == plain.shape and (found - expected).abs().max() < 1e-5
+    assert (found - plain).abs().max() > 1e-3
+    with without_adapters():
+        assert torch.equal(ours(IDS), plain)
+    for logits in (expected, found):
+        logits.square().sum().backward()
+    (wanted,) = [parameter.grad for parameter in theirs.parameters() if parameter.requires_grad]
+    grad = ours.get_parameter("prefix_embeddings").grad
+    assert grad is not None and (grad - wanted).abs().max() <= 2e-5 * wanted.abs().max()
+    assert [name for name, parameter in ours.named_parameters() if parameter.requires_grad] == ["prefix_embeddings"]
+
+
+def test_what_peft_has_projected_is_read(tmp_path: Path) -> None:
+    theirs = _of_peft(tmp_path, "llama", prefix_projection=True, encoder_hidden_size=24)
+    with torch.no_grad():
+        assert (fw.load_model(tmp_path / "base", adapter=tmp_path / "adapter")(IDS) - theirs(IDS).logits).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("attention", ["sdpa", "eager", "chunked"])
+def test_peft_loads_what_was_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, attention: str) -> None:
+    base = base_in(tmp_path, CONFIGS[name])
+    assert run(tmp_path, monkeypatch, PREFIX, f"attention={attention}", "activation=full") == 0
+    assert load_file(checkpoint(tmp_path) / "adapter_model.safetensors").keys() == {"prompt_embeddings"}
+    with torch.no_grad():
+        theirs = peft.PeftModel.from_pretrained(base, checkpoint(tmp_path)).eval()(IDS).logits
+        assert (fw.load_model(checkpoint(tmp_path))(IDS) - theirs).abs().max() < 1e-5
+
+
+def test_padded_rows_see_the_prefix_as_full_ones_do(tmp_path: Path) -> None:
+    _of_peft(tmp_path, "llama")
+    ours = fw.load_model(tmp_path / "base", adapter=tmp_path / "adapter")
+    segments = torch.ones_like(IDS)
+    segments[1, 7:] = 0
+    with torch.no_grad():
+        padded = ours(IDS, segments_BL=segments)
+        assert (padded[1, :7] - ours(IDS[1:, :7])[0]).abs().max() < 1e-5
+        assert (padded[0] - ours(IDS[:1])[0]).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["data.min_length=4", "train.packing=true"], "virtual tokens stand before a row"),
+        (["sharding={name: fsdp, tensor: 2}", "launch.devices=2"], "virtual tokens stand before whole sequences"),
+        (["sharding={name: fsdp, context: 2}", "launch.devices=2"], r"virtual tokens \(peft=prompt, peft=prefix\)"),
+        (["peft.tokens=0"], r"peft\.tokens: 0 is too small"),
+        (["model={name: hf, path: base}"], "takes no virtual tokens"),
+    ],
+)
+def test_what_cannot_be_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], overrides: list[str], says: str
+) -> None:
+    base_in(tmp_path, CONFIGS["llama"])
+    assert run(tmp_path, monkeypatch, PREFIX, *overrides) == 2
+    assert re.search(says, capsys.readouterr().err)
