@@ -45,6 +45,9 @@ class QuantizationPlugin(Plugin):
     """``quant_method`` of the ``quantization_config`` in a config.json that it may read and write; a literal. The methods after
     :meth:`apply` are for these."""
 
+    whole_layers_because: ClassVar[str] = ""
+    """Why ranks cannot divide layers that :meth:`apply` changes without keeping codes in them, as a clause; empty where they can."""
+
     methods: ClassVar[tuple[str, ...]] = ("rtn",)
     """How :meth:`calibrate` can choose codes; ``rtn`` is rounding to the nearest."""
 

@@ -71,6 +71,8 @@ def plan_for(model: CausalLM, ranks: int, option: str, besides: Mapping[str, int
         raise UserError(f"{option}: {type(model).__name__} has no plan for dividing its layers; use a reference model, or tensor: 1")
     if model.quantized:
         raise UserError(f"{option}: quantization keeps codes of whole layers, which ranks cannot divide; use tensor: 1")
+    if model.quantization is not None and (because := model.quantization.whole_layers_because):
+        raise UserError(f"{option}: quantization does not divide layers between ranks, because {because}; use tensor: 1")
     if model.adapters is not None and (because := model.adapters.whole_layers_because):
         raise UserError(f"{option}: peft does not divide layers between ranks, because {because}; use tensor: 1")
     for name, module in model.named_modules():

@@ -106,6 +106,12 @@ class Grouped:
         grid = self.grid(weight_OI, weight_OI.dtype)
         return self.keep(grid.whole().codes(weight_OI.float().unflatten(1, (self.groups, self.group))).flatten(1), grid)
 
+    def rounded(self, weight_OI: Tensor) -> Tensor:
+        """What the codes of :meth:`quantize` stand for, fp32."""
+        grid = self.grid(weight_OI, weight_OI.dtype).whole()
+        codes_OGn = grid.codes(weight_OI.float().unflatten(1, (self.groups, self.group)))
+        return codes_OGn.sub_(grid.zero).mul_(grid.scale).flatten(1)
+
     def keep(self, codes_OI: Tensor, grid: Grid) -> dict[str, Tensor]:
         """What is kept of codes, whole numbers from 0, of any dtype."""
         kept = {"weight": pack(codes_OI.to(torch.uint8), self.bits), SCALE: grid.scale.contiguous().view(torch.int32)}

@@ -32,6 +32,22 @@ class WeightOnlyConfig:
             raise UserError(f"quantization.group_size: {self.group_size} is too small; the least is 1, and -1 makes one of each row")
 
 
+def grouped_layout(config: WeightOnlyConfig, bits: int, name: str, features: tuple[int, int]) -> Grouped:
+    """Of a layer's weight.
+
+    Raises:
+        UserError: groups do not divide its rows; what would.
+    """
+    size = features[1] if config.group_size == -1 else config.group_size
+    if features[1] % size:
+        fitting = [n for n in (256, 128, 64, 32, 16, 8) if features[1] % n == 0]
+        raise UserError(
+            f"quantization.group_size: {size} does not divide the {features[1]} features of {name}; what does: "
+            f"{', '.join(map(str, fitting)) or 'none that is usual'}, or -1 for whole rows; or skip the layer"
+        )
+    return Grouped(features, bits, size, config.symmetric)
+
+
 class W4A16(CodedLinears):
     """Linear layers keep 4-bit integers with a scale per group: about 0.53 bytes per weight; weights exist one layer at a time."""
 
@@ -44,14 +60,7 @@ class W4A16(CodedLinears):
 
     def layout(self, name: str, features: tuple[int, int]) -> Grouped:
         """In groups that divide the row."""
-        size = features[1] if self.config.group_size == -1 else self.config.group_size
-        if features[1] % size:
-            fitting = [n for n in (256, 128, 64, 32, 16, 8) if features[1] % n == 0]
-            raise UserError(
-                f"quantization.group_size: {size} does not divide the {features[1]} features of {name}; what does: "
-                f"{', '.join(map(str, fitting)) or 'none that is usual'}, or -1 for whole rows; or skip the layer"
-            )
-        return Grouped(features, self.bits, size, self.config.symmetric)
+        return grouped_layout(self.config, self.bits, name, features)
 
     def calibrate(self, weight: Quantized, weight_OI: Tensor, gram_II: Tensor, method: str) -> Mapping[str, Tensor]:
         """By GPTQ."""
