@@ -17,35 +17,19 @@ from fw.errors import UserError
 from fw.kinds.data import IGNORED
 from fw.recipe import resolve
 from fw_plugins.objective.distill import Distill, DistillConfig
+from plugins.taught import IDS, labels, make_pair, of_transformers
 
-transformers = pytest.importorskip("transformers")
-
-SHAPE = {"vocab_size": 40, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
-IDS = torch.randint(0, 40, (3, 16), generator=torch.Generator().manual_seed(0))
+pytest.importorskip("transformers")
 
 
 @pytest.fixture
 def pair(tmp_path: Path) -> Path:
-    """Directories ``student`` and ``teacher``."""
-    torch.manual_seed(0)
-    for name, width in (("student", 16), ("teacher", 32)):
-        config = transformers.LlamaConfig(**SHAPE, hidden_size=width, intermediate_size=2 * width, initializer_range=0.3)
-        transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / name)
-    return tmp_path
-
-
-def labels() -> Tensor:
-    found = IDS.roll(-1, 1).clone()
-    found[:, -1] = IGNORED
-    found[1, :5] = IGNORED
-    return found
+    return make_pair(tmp_path)
 
 
 def by_hand(pair: Path, weight: float, temperature: float) -> tuple[float, dict[str, Tensor]]:
     """Hinton et al. 2015, section 2, on logits of transformers; gradients of the sum."""
-    student, teacher = (
-        transformers.AutoModelForCausalLM.from_pretrained(pair / name, dtype=torch.float32) for name in ("student", "teacher")
-    )
+    student, teacher = of_transformers(pair)
     z = student(IDS).logits
     with torch.no_grad():
         p = (teacher(IDS).logits / temperature).softmax(-1)
@@ -74,6 +58,31 @@ def test_loss_and_gradients_are_those_by_hand(pair: Path, weight: float, tempera
     (divergence, entropy), tokens = objective.take_figures()
     assert tokens == int((labels() != IGNORED).sum()) and objective.take_figures() == ([0.0, 0.0], 0)
     assert weight * temperature**2 * divergence + (1 - weight) * entropy == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("chunk", [0, 7])
+@pytest.mark.parametrize("weight", [0.0, 0.5])
+def test_hidden_states_come_nearer(tmp_path: Path, weight: float, chunk: int) -> None:
+    """What transformers' heads see, of both."""
+    pair = make_pair(tmp_path, (32, 32))
+    objective = Distill(DistillConfig(str(pair / "teacher"), weight=weight, hidden_weight=3.0, chunk_tokens=chunk))
+    objective.use(fw.load_model(pair / "teacher").requires_grad_(False))
+    student = fw.load_model(pair / "student").train()
+    loss = objective.loss_sum(student, {"input_ids": IDS, "labels": labels()})
+    loss.backward()
+    theirs, teacher = of_transformers(pair)
+    seen, wanted = (model(IDS, output_hidden_states=True).hidden_states[-1] for model in (theirs, teacher))
+    distance = ((seen - wanted.detach()).square().mean(-1) * (labels() != IGNORED)).sum()
+    expected, gradients = by_hand(pair, weight, 1.0)
+    (3.0 * distance).backward()
+    assert float(loss) == pytest.approx(expected + 3.0 * float(distance), rel=1e-5)
+    others = dict(theirs.named_parameters())
+    for name, parameter in student.named_parameters():
+        (of,) = student.hf_tensors(name)
+        whole = gradients[of.name] + (0 if others[of.name].grad is None else others[of.name].grad)
+        assert torch.allclose(parameter.grad, whole, atol=1e-4 * float(whole.abs().max())), name
+    (_, _, hidden), _ = objective.take_figures()
+    assert hidden == pytest.approx(float(distance), rel=1e-5) and objective.figures[-1] == "distill/hidden"
 
 
 def test_a_student_that_is_its_teacher_has_nothing_to_learn(pair: Path) -> None:
@@ -134,6 +143,11 @@ def test_what_does_not_fit_is_refused(taught: Path) -> None:
         DISTILL, "sharding={name: fsdp, tensor: 2}", "launch.devices=2"
     )
     assert "nowhere" in refused("objective={name: distill, teacher: nowhere}")
+    assert "hidden states of the teacher have 64 numbers, this model's 32" in refused(
+        DISTILL, "objective.hidden_weight=1", "model.hidden_size=32"
+    )
     with pytest.raises(UserError, match="weight"):
         DistillConfig("teacher", weight=0.0)
+    with pytest.raises(UserError, match="hold no hidden states"):
+        DistillConfig("teacher", hidden_weight=1.0, answers="answers")
     assert TINY

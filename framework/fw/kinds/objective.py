@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -36,7 +36,7 @@ class ObjectivePlugin(Plugin):
     is_likelihood: ClassVar[bool] = True
     """Whether the loss is the mean of the labels' negative log-likelihoods, so that bits per byte follow from it."""
 
-    figures: ClassVar[tuple[str, ...]] = ()
+    figures: Sequence[str] = ()
     """Names of what it tells beside the loss, as means; :meth:`take_figures` has their sums."""
 
     def check(self, model: CausalLM, mesh_shape: Mapping[str, int]) -> None:
@@ -50,6 +50,19 @@ class ObjectivePlugin(Plugin):
     def beside(self) -> Beside | None:
         """A model that it needs; on every rank, divided as sharding divides, in the dtype of compute."""
         return None
+
+    @property
+    def ahead(self) -> Beside | None:
+        """A model that it needs before training, and not in it: whose answers :meth:`answer` keeps in files."""
+        return None
+
+    def answer(self, model: CausalLM, batches: Iterable[Mapping[str, Tensor]]) -> None:
+        """Keep what training will want to know of that model for these batches, one after another; called where :attr:`ahead` is one.
+
+        Args:
+            model: in evaluation mode.
+            batches: on the model's device, as :meth:`loss_sum` has them.
+        """
 
     def use(self, model: CausalLM) -> None:
         """The model of :attr:`beside`, in evaluation mode, before the first step; called without a gradient."""

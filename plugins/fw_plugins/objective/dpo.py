@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -53,7 +53,7 @@ class DPO(ObjectivePlugin):
     Config = DPOConfig
     config: DPOConfig
     is_likelihood = False
-    figures: ClassVar[tuple[str, ...]] = ("rewards/chosen", "rewards/rejected", "rewards/margin", "rewards/accuracy")
+    figures = ("rewards/chosen", "rewards/rejected", "rewards/margin", "rewards/accuracy")
 
     def __init__(self, config: DPOConfig) -> None:
         super().__init__(config)
