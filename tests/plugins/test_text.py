@@ -211,6 +211,8 @@ def test_the_cache_depends_on_the_tokenizers_content_not_on_its_place(tmp_path, 
 def test_unusable_tokenizers_are_refused(tmp_path, cache):
     with pytest.raises(UserError, match=r"data.tokenizer: 'bpee' is neither bpe nor byte nor a directory .*; did you mean 'bpe'\?"):
         TextConfig(files=["a.txt"], tokenizer="bpee")
+    with pytest.raises(UserError, match=r"data.tokenizer: .*nowhere/at-all"):
+        make(tmp_path, cache, tokenizer="nowhere/at-all")
     with pytest.raises(UserError, match=r"there is no tokenizer.json; copy"):
         make(tmp_path, cache, tokenizer=str(tmp_path))
     with pytest.raises(UserError, match=r"endless has no end-of-text token, .*; name one as eos_token in its tokenizer_config.json"):

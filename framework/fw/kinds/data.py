@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, Protocol, runtime_checkable
 
@@ -93,6 +93,9 @@ class Corpus:
         fingerprint: changes when samples or tokenizer do; a run resumes only on the data it began with.
         val_bytes: bytes of text the validation labels stand for, so that a loss becomes bits per byte.
         train_text, val_text: documents for baselines and prompts, read lazily.
+        lengths: gives the tokens of each training document; None where samples are all there is to know.
+        facts: what was found while it was made: ``documents``, exact ``duplicates`` among what was read, ``bad`` records that were
+            left out.
     """
 
     train: Samples
@@ -104,6 +107,8 @@ class Corpus:
     val_bytes: int
     train_text: Callable[[], list[str]]
     val_text: Callable[[], list[str]]
+    lengths: Callable[[], NDArray[np.int64]] | None = None
+    facts: Mapping[str, int] = field(default_factory=dict)
 
 
 class DataPlugin(Plugin):

@@ -18,7 +18,7 @@ def cached(given: str, name: str, build: Callable[[Path], None]) -> Path:
 
     Args:
         given: where; empty for $FW_CACHE, else fw under the user's cache directory.
-        build: fills an empty directory, :data:`META` included.
+        build: fills a directory, :data:`META` last; it may hold what an earlier call had made of the same when it was interrupted.
 
     Raises:
         UserError: the cache cannot be made.
@@ -36,12 +36,12 @@ def cached(given: str, name: str, build: Callable[[Path], None]) -> Path:
         if (directory / META).is_file():
             return directory
         temporary = directory.with_name(f"{name}.tmp")
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir()
+        temporary.mkdir(exist_ok=True)  # what an interrupted process has left: builders go on with it, or begin anew
         try:
             build(temporary)
-            shutil.rmtree(directory, ignore_errors=True)
-            temporary.rename(directory)
-        finally:
+        except UserError:
             shutil.rmtree(temporary, ignore_errors=True)
+            raise
+        shutil.rmtree(directory, ignore_errors=True)
+        temporary.rename(directory)
     return directory

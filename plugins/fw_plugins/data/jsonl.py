@@ -167,6 +167,7 @@ class _Records(DataPlugin):
             val_bytes=sum(len(each.encode()) for each in _texts(val, tokenizer)),
             train_text=lambda: list(_texts(train, tokenizer)),
             val_text=lambda: list(_texts(val, tokenizer)),
+            facts={key: meta[key] for key in ("documents", "duplicates", "bad") if key in meta},
         )
 
     def _sources(self) -> tuple[Source, Source | None]:
@@ -182,6 +183,8 @@ class _Records(DataPlugin):
         dtype = "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
         digest = hashlib.sha256(tokenizer.fingerprint.encode())
         skipped: list[str] = []
+        seen: set[bytes] = set()
+        repeated = 0
         with ExitStack() as stack:
             writers = {
                 split: [stack.enter_context(MaskedWriter(directory, split + part, dtype)) for part in self.parts] for split in _SPLITS
@@ -192,6 +195,9 @@ class _Records(DataPlugin):
                     for writer, part in zip(writers["val" if held_out else "train"], encoded, strict=True):
                         writer.write(*part)
                     digest.update(json.dumps(encoded).encode())
+                    own = hashlib.sha256(content.encode()).digest()
+                    repeated += own in seen
+                    seen.add(own)
         if skipped:
             say(f"data: {len(skipped)} bad records skipped, the first: {skipped[0]}")
         number = sum(written[0].records for written in writers.values())
@@ -200,7 +206,8 @@ class _Records(DataPlugin):
             if not targets:
                 raise UserError(f"data: no record is left {what}, of {number}; give more, or data.val_files")
             say(f"data: {written[0].records:,} records {what}, {tokens:,} tokens of which {targets:,} are learnt")
-        (directory / META).write_text(json.dumps({"dtype": dtype, "fingerprint": digest.hexdigest()}))
+        facts = {"documents": number, "duplicates": repeated, "bad": len(skipped)}
+        (directory / META).write_text(json.dumps({"dtype": dtype, "fingerprint": digest.hexdigest(), **facts}))
 
     def _all(self, source: Source, tokenizer: Tokenizer, skipped: list[str]) -> Iterator[tuple[str, tuple[Encoded, ...]]]:
         """Each record's content and ids."""

@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
-from itertools import islice
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
-from tqdm import tqdm
 
 from fw.api import Corpus, DataPlugin, Say, Tokenizer, UserError, did_you_mean, load_tokenizer
 from fw_plugins.data import sources
 from fw_plugins.data.blocks import TokenBlocks, TokenDocuments
 from fw_plugins.data.cache import META, cached
+from fw_plugins.data.ids_file import lengths_of, pieces, sizes_of, write_ids
 from fw_plugins.data.tokenizer import byte_tokenizer, train_bpe
 
 _FORMAT = 2
-_BATCH = 256
+_TOKENIZER_DONE = "tokenizer.done"
 _MADE_HERE = ("bpe", "byte")
 
 
@@ -34,7 +33,7 @@ class TextConfig:
     """`python-docs`: about 2 MB of English that every Python carries, the language reference and the library's docstrings."""
     tokenizer: str = "bpe"
     """`bpe`: byte-level BPE trained on the training split. `byte`: a token per byte, sequences about four times as long. Otherwise a
-    directory with a `tokenizer.json`: a fine-tuned model's own, `${model.path}`."""
+    directory with a `tokenizer.json`, a run, or `org/name` of the hub: a fine-tuned model's own, `${model.path}`."""
     vocab_size: int = 4096
     """Ids of a bpe tokenizer. Embedding and logits grow in proportion."""
     samples: Literal["stream", "documents"] = "stream"
@@ -52,9 +51,10 @@ class TextConfig:
             raise UserError("data.files: no files given; name some, or set data.source=python-docs")
         if self.source != "files" and self.files:
             raise UserError(f"data.files: given together with data.source={self.source}; leave out one of them")
-        if self.tokenizer not in _MADE_HERE and not Path(self.tokenizer).expanduser().is_dir():
+        of_the_hub = self.tokenizer.count("/") == 1 and not self.tokenizer.startswith((".", "/", "~"))
+        if self.tokenizer not in _MADE_HERE and not of_the_hub and not Path(self.tokenizer).expanduser().is_dir():
             raise UserError(
-                f"data.tokenizer: '{self.tokenizer}' is neither bpe nor byte nor a directory with a tokenizer.json"
+                f"data.tokenizer: '{self.tokenizer}' is neither bpe nor byte nor a directory with a tokenizer.json, nor org/name of the hub"
                 + (did_you_mean(self.tokenizer, _MADE_HERE) or "; give one of these")
             )
         if self.tokenizer == "bpe" and self.vocab_size < 257:
@@ -80,7 +80,10 @@ class TextData(DataPlugin):
     def prepare(self, say: Say) -> None:
         """Split, train the tokenizer, tokenize; once per text and settings."""
         if self.config.tokenizer not in _MADE_HERE:
-            self._given = load_tokenizer(self.config.tokenizer)
+            try:
+                self._given = load_tokenizer(self.config.tokenizer)
+            except UserError as error:
+                raise UserError(f"data.tokenizer: {error}") from None
             if self._given.eos_id is None:
                 raise UserError(
                     f"data.tokenizer: {self.config.tokenizer} has no end-of-text token, which stands between documents;"
@@ -113,12 +116,14 @@ class TextData(DataPlugin):
             val_bytes=meta["val_bytes"],
             train_text=lambda: [tokenizer.decode(ids, skip_special_tokens=True) for ids in train.documents(eos_id)],
             val_text=lambda: [tokenizer.decode(ids, skip_special_tokens=True) for ids in val.documents(eos_id)],
+            lengths=lambda: lengths_of(directory / "train.bin"),
+            facts={key: meta[key] for key in ("documents", "duplicates") if key in meta},
         )
 
     def _samples(self, directory: Path, name: str, dtype: str, length: int, eos_id: int) -> TokenBlocks | TokenDocuments:
         file = directory / f"{name}.bin"
         if self.config.samples == "documents":
-            return TokenDocuments(file, dtype, _sizes(file), length)
+            return TokenDocuments(file, dtype, sizes_of(file), length)
         separator = eos_id if self.config.isolate_documents else None
         return TokenBlocks(file, dtype, length, keep_tail=name == "val", separator=separator)
 
@@ -152,24 +157,37 @@ class TextData(DataPlugin):
                     yield text
                 seen.add(digest)
 
-        if self._given is not None:
-            tokenizer = self._given
-        elif self.config.tokenizer == "byte":
-            tokenizer = byte_tokenizer()
-        else:
-            say(f"data: training a BPE tokenizer of {self.config.vocab_size} ids on the training split")
-            tokenizer = train_bpe(split(validation=False), self.config.vocab_size)
-        tokenizer.save(directory)
+        tokenizer = self._tokenizer(directory, lambda: split(validation=False), say)
         dtype = "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
         content = hashlib.sha256((directory / "tokenizer.json").read_bytes())
         counts = {}
         for name, total in (("train", kept), ("val", len(held_out))):
-            counts[name] = _write_ids(
-                directory / f"{name}.bin", split(name == "val"), tokenizer, dtype, f"tokenizing {name}", total, content
-            )
+            file, done = directory / f"{name}.bin", directory / f"{name}.done"
+            if not done.exists():
+                write_ids(file, split(name == "val"), tokenizer, _eos_id(tokenizer), dtype, f"tokenizing {name}", total)
+                done.touch()
+            counts[name] = file.stat().st_size // np.dtype(dtype).itemsize
+            for piece in pieces(file):
+                content.update(piece)
         say(f"data: {counts['train']:,} training tokens and {counts['val']:,} for validation")
-        meta = {"dtype": dtype, "val_bytes": val_bytes, "fingerprint": content.hexdigest(), **counts}
+        facts = {"documents": kept + len(held_out), "duplicates": duplicates}
+        meta = {"dtype": dtype, "val_bytes": val_bytes, "fingerprint": content.hexdigest(), **counts, **facts}
         (directory / META).write_text(json.dumps(meta))
+
+    def _tokenizer(self, directory: Path, texts: Callable[[], Iterator[str]], say: Say) -> Tokenizer:
+        """That which was given, or made; one that an interrupted pass has left is taken."""
+        if self._given is not None:
+            tokenizer = self._given
+        elif self.config.tokenizer == "byte":
+            tokenizer = byte_tokenizer()
+        elif (directory / _TOKENIZER_DONE).exists():
+            return load_tokenizer(directory)
+        else:
+            say(f"data: training a BPE tokenizer of {self.config.vocab_size} ids on the training split")
+            tokenizer = train_bpe(texts(), self.config.vocab_size)
+        tokenizer.save(directory)
+        (directory / _TOKENIZER_DONE).touch()
+        return tokenizer
 
 
 def _digest(text: str) -> bytes:
@@ -202,45 +220,6 @@ def _split(documents: Iterator[str], fraction: float) -> tuple[int, set[bytes], 
             held_out.add(digest)
             held_bytes += sizes[digest]
     return len(sizes) - len(held_out), held_out, duplicates, held_bytes
-
-
-def _write_ids(
-    file: Path,
-    texts: Iterator[str],
-    tokenizer: Tokenizer,
-    dtype: str,
-    label: str,
-    total: int,
-    content: hashlib._Hash,
-) -> int:
-    """``EOS document EOS document EOS`` as raw little-endian ids, and the documents' numbers of them beside it; returns how many."""
-    eos = np.array([_eos_id(tokenizer)], dtype)
-    count = 0
-    with (
-        file.open("wb") as out,
-        _sizes(file).open("wb") as sizes,
-        tqdm(total=total, desc=label, unit="doc", leave=False, disable=None) as bar,
-    ):
-
-        def put(ids: np.ndarray[tuple[int], np.dtype[np.unsignedinteger]]) -> None:
-            nonlocal count
-            data = ids.tobytes()
-            out.write(data)
-            content.update(data)
-            count += len(ids)
-
-        put(eos)
-        while batch := list(islice(texts, _BATCH)):
-            for ids in tokenizer.encode_all(batch, add_special_tokens=False, split_special_tokens=True):
-                put(np.array(ids, dtype))
-                sizes.write(np.int64(len(ids)).astype("<i8").tobytes())
-                put(eos)
-            bar.update(len(batch))
-    return count
-
-
-def _sizes(file: Path) -> Path:
-    return file.with_suffix(".sizes")
 
 
 def _eos_id(tokenizer: Tokenizer) -> int:
