@@ -49,6 +49,9 @@ class TrainSection:
     """So many such steps one after another end the run whatever follows one."""
     seed: int = 0
     """Seed of the initial weights, the order of the data and dropout. Weights and order do not depend on the number of ranks."""
+    deterministic: bool = False
+    """Two runs on equal machines give equal bits, or the run ends with the operator that prevents it. Some operators on GPUs are slower so,
+    and take temporary memory that a plan does not know."""
     ema_decay: float = 0.0
     """Beside the weights keep their exponential moving average, of which each step leaves this part, 0.999 for one; validation and sample
     see the average, a checkpoint holds both. 4 bytes per trained parameter, and a read and a write of them per step. 0 for none."""

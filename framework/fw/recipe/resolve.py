@@ -208,6 +208,8 @@ def resolve(config: Config, world: World | None = None, *, starts: bool = True) 
         tree[PLUGINS] = files
 
     rules.check(made, config)
+    if train.deterministic:
+        rules.check_deterministic(made, config)
     _check_measured(config, train, memory)
     size = world_size(launch, config, world or World())
     launcher = cast(LauncherPlugin, made["launcher"][0][1])

@@ -40,6 +40,21 @@ def check(chosen: Mapping[str, Sequence[tuple[str, Plugin]]], config: Config) ->
                     )
 
 
+def check_deterministic(chosen: Mapping[str, Sequence[tuple[str, Plugin]]], config: Config) -> None:
+    """Refuse what says of itself that runs with it differ; the arguments are those of :func:`check`.
+
+    Raises:
+        UserError: with what would do.
+    """
+    for kind, plugins in chosen.items():
+        for name, plugin in plugins:
+            if plugin.differs_because:
+                place = config.origin(("train", "deterministic"))
+                raise UserError(
+                    f"{place}: train.deterministic: {kind} '{name}' may differ from run to run, because {plugin.differs_because}"
+                )
+
+
 def advice(chosen: Mapping[str, Sequence[tuple[str, Plugin]]]) -> tuple[str, ...]:
     """What there is to know of plugins that work and yet are of yesterday, or that nobody has seen together, a sentence each; the argument
     is that of :func:`check`."""

@@ -59,3 +59,9 @@ class Plugin:
 
     def __init__(self, config: Any) -> None:
         self.config = config
+
+    @property
+    def differs_because(self) -> str:
+        """Why it gives other bits from run to run though torch is asked for the same ones, as a clause with what to do; empty where it
+        does not. ``train.deterministic`` refuses it."""
+        return ""

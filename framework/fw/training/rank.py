@@ -29,6 +29,7 @@ from fw.recipe import Recipe, World
 from fw.training import finish, out_of_memory, resume, run_dir
 from fw.training.batches import Batches
 from fw.training.between_steps import BetweenSteps
+from fw.training.determinism import deterministic, prevented
 from fw.training.hang_watch import HangWatch
 from fw.training.host_allocator import keep_freed_memory
 from fw.training.inputs import device_of, note, open_data, say, say_nothing
@@ -73,7 +74,7 @@ def train_rank(recipe: Recipe, world: World, files: Mapping[str, str]) -> Ending
     try:
         check_same_run(recipe, strategy.ranks)
         holds = world.is_first and not outcome.launched_by_fw()  # else the launching process does
-        with held(recipe.run_dir) if holds else nullcontext():
+        with held(recipe.run_dir) if holds else nullcontext(), deterministic(recipe.train.deterministic, device):
             return _train_joined(recipe, world, strategy, corpus, batches, vocab_size, files)
     finally:
         leave()
@@ -168,6 +169,9 @@ def _train_joined(
         elif lost := peer_error(error, recipe.launch.timeout):
             lost.__cause__ = error
             failure = lost
+        elif differs := prevented(error, device):
+            failure = differs
+            saver.close()
         else:
             saver.close()  # what was whole before the failure is worth keeping
         if outcome.launched_by_fw():  # before the process group is left, which may take its time

@@ -50,6 +50,11 @@ class FlashAttention(AttentionPlugin):
     packages: ClassVar[dict[str, str]] = {"flash_attn": "flash-attn>=2.7,<3"}
     otherwise: ClassVar[str] = "with --no-build-isolation, on a machine with CUDA; or use attention=sdpa"
 
+    @property
+    def differs_because(self) -> str:
+        """Unless it was asked not to."""
+        return "" if self.config.deterministic else "its backward adds up in any order; set attention.deterministic=true"
+
     def check(self, model: CausalLM, spec: StepSpec) -> None:
         """What the kernels do not do is known before the run; of the device only where there is one here."""
         compute = spec.precision.compute
