@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from fw.errors import FwError, RunError, UserError
 
 if TYPE_CHECKING:
+    from fw.planning.ask import fit, plan, profile
     from fw.planning.llm import LLM
     from fw.planning.run import train
     from fw.pretrained import load_model, save_model
@@ -19,10 +20,27 @@ if TYPE_CHECKING:
     from fw.tokenizer import load_tokenizer
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "FwError", "RunError", "UserError", "__version__", "load_model", "load_tokenizer", "register", "save_model", "train"]
+__all__ = [
+    "LLM",
+    "FwError",
+    "RunError",
+    "UserError",
+    "__version__",
+    "fit",
+    "load_model",
+    "load_tokenizer",
+    "plan",
+    "profile",
+    "register",
+    "save_model",
+    "train",
+]
 
 _FROM = {
     "LLM": "fw.planning.llm",
+    "fit": "fw.planning.ask",
+    "plan": "fw.planning.ask",
+    "profile": "fw.planning.ask",
     "load_model": "fw.pretrained",
     "load_tokenizer": "fw.tokenizer",
     "register": "fw.registry",

@@ -43,12 +43,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Plan and print."""
-    from fw.planning.plan import plan
-    from fw.planning.tell import table
+    from fw.planning.ask import is_model, plan
 
     pictures.check(options)
-    if _is_model(options.config):
-        return _generation(options)
+    if is_model(options.config):
+        for name in ("fit", "write", "pareto", "html", "png"):
+            if getattr(options, name):
+                raise UserError(f"--{name}: is for training runs; of a model that generates there is a table, and --json")
     if options.fit:
         return _fit(options)
     for option, file in (("--write", options.write), ("--pareto", options.pareto)):
@@ -56,42 +57,15 @@ def run(options: argparse.Namespace) -> int:
             raise UserError(f"{option}: nothing is chosen without --fit")
     found = plan(options.config, *options.overrides, world_size=options.world_size, device=options.device)
     pictures.write(options, found, "planned")
-    print(json.dumps(found.as_json(), indent=1) if options.json else table(found, planned=True))
-    return EXIT_DOES_NOT_FIT if options.strict and found.fits is False else 0
-
-
-def _is_model(given: str) -> bool:
-    """Or else a config."""
-    path = Path(given)
-    return path.is_dir() or not (path.exists() or path.suffix)
-
-
-def _generation(options: argparse.Namespace) -> int:
-    from fw.config import Config, overridden
-    from fw.planning.generation import plan_generation
-    from fw.planning.tell import table
-    from fw.recipe.inference import resolve_inference
-
-    for name in ("fit", "write", "pareto", "html", "png", "world_size"):
-        if getattr(options, name):
-            raise UserError(f"--{name.replace('_', '-')}: is for training runs; of a model that generates there is a table, and --json")
-    if options.device not in (None, "cpu"):
-        raise UserError(f"--device: {options.device}: what generating takes is planned for the CPU so far")
-    recipe = resolve_inference(
-        overridden(Config("plan", {}, {}), [*options.overrides, *(["inference.device=cpu"] if options.device else [])])
-    )
-    found = plan_generation(options.config, recipe)
-    print(json.dumps(found.as_json(), indent=1) if options.json else table(found, planned=True))
+    print(json.dumps(found.as_json(), indent=1) if options.json else found)
     return EXIT_DOES_NOT_FIT if options.strict and found.fits is False else 0
 
 
 def _fit(options: argparse.Namespace) -> int:
     """Search, explain, print the plan of what was chosen."""
     from fw.config import to_yaml
-    from fw.planning.fitted import fit
+    from fw.planning.ask import fit
     from fw.planning.pareto import pareto
-    from fw.planning.tell import table
-    from fw.planning.tell_fit import explanation
 
     for option, file in (("--write", options.write), ("--pareto", options.pareto)):
         if file is not None and not file.parent.is_dir():
@@ -112,5 +86,5 @@ def _fit(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(document.as_json() | {"fit": found.fit.as_json()}, indent=1))
     else:
-        print(f"{explanation(found.fit)}\n\n{table(document, planned=True)}")
+        print(found)
     return EXIT_DOES_NOT_FIT if options.strict and not found.fit.fits else 0

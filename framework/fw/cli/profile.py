@@ -8,7 +8,6 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 from fw.cli import pictures
 
@@ -33,16 +32,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run the steps and print."""
-    from fw.planning.profile import profile
-    from fw.planning.tell import table
+    from fw.planning.ask import profile
 
     pictures.check(options)
     with _stdout_aside():
-        found = profile(
-            options.config, *options.overrides, steps=options.steps, timed=options.timed, trace=options.trace and Path(options.trace)
-        )
+        found = profile(options.config, *options.overrides, steps=options.steps, timed=options.timed, trace=options.trace)
     pictures.write(options, found, "measured")
-    print(json.dumps(found.as_json(), indent=1) if options.json else table(found))
+    print(json.dumps(found.as_json(), indent=1) if options.json else found)
     return 0
 
 

@@ -16,15 +16,31 @@ from fw.recipe import Recipe, World, current_world, resolve
 from fw.training import run_dir
 from fw.training.attempts import Attempts
 from fw.training.inputs import check_input, device_of, say
+from fw.training.notebook import framed, plain
+
+_TOLD = {"steps": "steps", "train_loss": "loss", "val_loss": "validation loss", "tokens_per_s": "tokens/s"}
+"""Of a run's summary."""
 
 
 @dataclass(frozen=True)
 class TrainResult:
-    """How a run ended. ``summary`` is what ``summary.json`` holds; empty where the run did not come that far."""
+    """How a run ended; in a notebook, its report.
+
+    Attributes:
+        summary: what ``summary.json`` holds; empty where the run did not come that far.
+    """
 
     exit_code: int
     run_dir: Path
     summary: dict[str, Any] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        figures = [f"{word} {self.summary[key]:,.5g}" for key, word in _TOLD.items() if self.summary.get(key) is not None]
+        return f"{self.run_dir}: {', '.join(figures) if figures else f'ended with exit code {self.exit_code}'}"
+
+    def _repr_html_(self) -> str:
+        report = self.run_dir / run_dir.REPORT
+        return framed(report.read_text()) if self.summary and report.is_file() else plain(repr(self))
 
 
 def run(config: Config, files: Mapping[str, str] | None = None) -> TrainResult:
