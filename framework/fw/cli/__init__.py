@@ -13,11 +13,12 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from fw import __version__
-from fw.cli import interrupts
+from fw.cli import completing, interrupts
 from fw.errors import EXIT_FAILED, EXIT_INTERRUPTED, FwError, UserError
 from fw.launching import outcome, rank_log, stacks
 
 VERBS = {
+    "init": "write a config for a task, a model and a device, chosen so that it fits",
     "train": "train what a config describes",
     "plan": "predict what a run takes, before it runs",
     "profile": "measure what a run takes, by running a few steps",
@@ -35,6 +36,7 @@ VERBS = {
     "doctor": "look at this machine, say what is wrong and how to mend it",
     "checkpoint": "inspect and export checkpoints and model directories",
     "runs": "list runs: state, last loss, whether their checkpoints are whole",
+    "completion": "print what makes a shell complete verbs, options and overrides",
     "compare": "set runs beside one another: configuration, figures, curves",
 }
 
@@ -136,6 +138,7 @@ def _run(words: list[str]) -> int:
         )
         module.add_arguments(sub)
         sub.set_defaults(run=module.run)
+    completing.answer(parser)
     options, more = parser.parse_known_args(words)
     # argparse takes positional arguments in one run only; overrides may stand after an option too.
     overrides = [word for word in more if "=" in word and not word.startswith("-")]
