@@ -149,6 +149,18 @@ CAUSES: tuple[Cause, ...] = (
         "https://arxiv.org/abs/2305.18290",
     ),
     Cause("compares with the model without its adapters", "fw", "A second copy of the model as reference would double what weights take."),
+    Cause(
+        "qat trains the weights that are rounded",
+        "method",
+        "A frozen base learns nothing of its rounding: beside adapters it may be codes at once.",
+        "https://arxiv.org/abs/1308.3432",
+    ),
+    Cause(
+        "products would be of weights rounded twice",
+        "method",
+        "What is learnt would be of two grids, and the codes that come of it have one.",
+        "https://arxiv.org/abs/1308.3432",
+    ),
     Cause("auto chooses for rows of one length", "fw", "What a block's results take and cost is measured for one shape."),
     Cause("takes no virtual tokens", "fw", "Models of transformers are given token ids, and not embeddings."),
     Cause("no model plugin reads model_type", "fw", "The engine generates with fw's own models, whose attention reads its caches."),
