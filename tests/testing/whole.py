@@ -42,7 +42,7 @@ _SAID: Mapping[tuple[str, str], Mapping[str, Any]] = {
     ("offload", "parameters to the host"): {"capabilities": set(OffloadSuite.probes) - {"ddp"}},
     ("peft", "prompt"): {"begins_as_base": False},
     ("peft", "prefix"): {"begins_as_base": False},
-    **{("quantization", name): {"options": {"group_size": 8}} for name in ("w4a16", "w8a16")},
+    **{("quantization", name): {"options": {"group_size": 8}} for name in ("w4a16", "w8a16", "qat")},
     ("precision", "fp16"): {"plan_tolerance": 0.2},  # products of few halves are made in memory of their own, as the processor needs it
     ("kv_cache", "quantized"): {"tolerance": 0.05},
     ("kv_cache", "sliding_window"): {"window": 16},

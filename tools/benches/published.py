@@ -69,7 +69,9 @@ own maximum; the last row is the peak.
 
 The page that prints them ([memory-optimization.md]({page})) measured nothing, and names no length;
 planned are rows of 2,048 tokens, one at a time, on an A100 with 80 GB. Its own rows of the 70 B add up to 60, with 5 for CUDA's context;
-it prints 75. In the plan the state of the paged optimizer lies in host memory, but for the parameter whose turn it is.
+it prints 75. In the plan the state of the paged optimizer lies in host memory, but for the parameter whose turn it is. The 405 B is there, too, on four
+GPUs that are given 70 GB each and 100 GB of the host's memory, and in the page on QLoRA beside it with some 70 GB on each of eight; figures are of all
+GPUs together.
 """
 PAGE = "https://github.com/Orchestra-Research/AI-Research-SKILLs/blob/HEAD/10-optimization/bitsandbytes/references/memory-optimization.md"
 
@@ -120,8 +122,17 @@ class Estimate:
     overrides: tuple[str, ...]
     rows: Mapping[str, tuple[float, tuple[str, ...]]]
     total: float
+    world_size: int = 1
+    """Ranks; figures are of all of them together."""
 
 
+_405B = (
+    "torchtune-llama3.1-8b-lora",
+    (
+        *("model=llama3-405b", "peft={name: lora, rank: 32, targets: [all-linear]}", "quantization=nf4", "sharding=fsdp"),
+        *("optimizer=paged_adamw_8bit", "train.micro_batch_size=1"),
+    ),
+)
 _STATE = {"weights": (26, ("parameters",)), "gradients": (26, ("gradients",)), "optimizer": (52, ("optimizer",))}
 ESTIMATES = [
     Estimate("Llama-2-13B, all of it in 16 bits", "llama2-13b", (), {**_STATE, "activations": (12, ("activations",))}, 116),
@@ -139,6 +150,8 @@ ESTIMATES = [
         },
         75,
     ),
+    Estimate("Llama 3.1 405B in 4 bits, on four of 80 GB and the host", *_405B, {"weights": (200, ("parameters",))}, 4 * 70 + 100, 4),
+    Estimate("the same, QLoRA on eight", *_405B, {"weights": (8 * 70, ("parameters",))}, 8 * 70, 8),
 ]
 _GB = 1e9
 
@@ -166,12 +179,15 @@ def main() -> None:
 def _estimates() -> list[str]:
     lines = ["| case | component | estimated | planned |", "|---|---|---|---|"]
     for each in tqdm(ESTIMATES, disable=None):
-        rank = plan(CONFIGS / f"{each.config}.yaml", *each.overrides, device="a100-80gb").largest
+        overrides = (*each.overrides, f"train.global_batch_size={each.world_size}") if each.world_size > 1 else each.overrides
+        ranks = plan(CONFIGS / f"{each.config}.yaml", *overrides, world_size=each.world_size, device="a100-80gb").per_rank
         name = each.name
         for component, (printed, parts) in each.rows.items():
-            lines.append(f"| {name} | {component} | {printed:g} | {sum(rank.most.get(part, 0) for part in parts) / _GB:.3g} |")
+            lines.append(
+                f"| {name} | {component} | {printed:g} | {sum(rank.most.get(part, 0) for rank in ranks for part in parts) / _GB:.3g} |"
+            )
             name = ""
-        lines.append(f"| | all | {each.total:g} | {rank.allocated_peak / _GB:.3g} |")
+        lines.append(f"| | all | {each.total:g} | {sum(rank.allocated_peak for rank in ranks) / _GB:.3g} |")
     return lines
 
 
