@@ -69,9 +69,9 @@ own maximum; the last row is the peak.
 
 The page that prints them ([memory-optimization.md]({page})) measured nothing, and names no length;
 planned are rows of 2,048 tokens, one at a time, on an A100 with 80 GB. Its own rows of the 70 B add up to 60, with 5 for CUDA's context;
-it prints 75. In the plan the state of the paged optimizer lies in host memory, but for the parameter whose turn it is. The 405 B is there, too, on four
-GPUs that are given 70 GB each and 100 GB of the host's memory, and in the page on QLoRA beside it with some 70 GB on each of eight; figures are of all
-GPUs together.
+it prints 75. In the plan the state of the paged optimizer lies in host memory, but for the parameter whose turn it is. The 405 B is there,
+too, on four GPUs that are given 70 GB each and 100 GB of the host's memory, and in the page on QLoRA beside it with some 70 GB on each of
+eight; figures are of all GPUs together.
 """
 PAGE = "https://github.com/Orchestra-Research/AI-Research-SKILLs/blob/HEAD/10-optimization/bitsandbytes/references/memory-optimization.md"
 
