@@ -26,7 +26,7 @@ from fw.meter.energy import Energy
 from fw.meter.flops import peak_flops
 from fw.meter.memory import take_workspaces
 from fw.recipe import Recipe, World
-from fw.training import finish, out_of_memory, resume, run_dir
+from fw.training import environment, finish, out_of_memory, resume, run_dir
 from fw.training.batches import Batches
 from fw.training.between_steps import BetweenSteps
 from fw.training.determinism import deterministic, prevented
@@ -100,6 +100,7 @@ def _train_joined(
             run_dir.make_room(recipe, checkpoint)
             note_starter(recipe.run_dir)
         run_dir.describe(recipe, recipe.run_dir)
+        environment.note(recipe.run_dir, recipe.world_size, recipe.train.seed)
         (recipe.run_dir / out_of_memory.FILE).unlink(missing_ok=True)
 
     if device.type == "cpu":
