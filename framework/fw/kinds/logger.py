@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
@@ -22,4 +23,13 @@ class LoggerPlugin(Plugin):
 
     @abstractmethod
     def build(self, run_dir: Path, run_name: str, start_step: int) -> Logger:
-        """The logger. ``run_dir`` exists; in a resumed run, metrics after ``start_step`` are from a future that will not happen."""
+        """The logger. ``run_dir`` exists; in a resumed run, metrics after ``start_step`` are from a future that will not happen.
+
+        What it raises but a :class:`fw.errors.UserError`, here or while it logs, is said, and the run goes on without it.
+        """
+
+    def text(self, logger: Logger, name: str, text: str, step: int) -> None:
+        """Show a text: the config (YAML) when a run begins, a sample when it ends. Here: nothing."""
+
+    def picture(self, logger: Logger, name: str, png: Callable[[], bytes], step: int) -> None:
+        """Show a picture, which ``png`` makes: memory over a step that was measured. Here: nothing."""

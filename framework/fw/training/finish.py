@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor
 from fw.config import format_size, to_yaml
 from fw.kinds.data import Corpus
 from fw.meter import compared
+from fw.meter.areas import areas
 from fw.meter.detail import Detail
 from fw.meter.document import MemoryDocument, RankMemory
 from fw.meter.duplicates import duplicates
@@ -27,6 +29,7 @@ from fw.meter.step_time import StepTime
 from fw.recipe import Recipe
 from fw.training import run_dir
 from fw.training.between_steps import BetweenSteps
+from fw.training.loggers import Guarded
 from fw.training.module import TrainingModule
 from fw.training.ngram import bits_per_byte
 from fw.training.report import render
@@ -92,6 +95,7 @@ def finish(recipe: Recipe, module: TrainingModule, between: BetweenSteps, device
             summary["bigram_bits_per_byte"] = bits_per_byte(train_text, val_text, order=2)
             summary["fourgram_bits_per_byte"] = bits_per_byte(train_text, val_text, order=4)
         _write(recipe, summary, text, -int(memory_least), between.rows, memory)
+        _show(recipe, module, text, memory)
         if memory is not None:
             (recipe.run_dir / run_dir.MEMORY).write_text(json.dumps(memory.as_json(), indent=1) + "\n")
             assert memory.detail is not None
@@ -187,6 +191,23 @@ def _write(
     if text:
         print(f"\nsample (▸ marks where the model takes over):\n{text}")
     print(f"\nreport: {directory / run_dir.REPORT}")
+
+
+def _show(recipe: Recipe, module: TrainingModule, text: str, memory: MemoryDocument | None) -> None:
+    """To loggers that show texts and pictures."""
+    detail = None if memory is None else memory.detail
+    budget = None if memory is None else memory.budget
+    title = f"Memory over one step of {recipe.config.name}, measured"
+    for logger in module.trainer.loggers:
+        assert isinstance(logger, Guarded)
+        if text:
+            logger.text("sample", text, module.global_step)
+        if detail is not None:
+            logger.picture("memory", partial(_drawn, detail, title, budget), module.global_step)
+
+
+def _drawn(detail: Detail, title: str, budget: int | None) -> bytes:
+    return areas(detail.timeline, title, budget).png()
 
 
 def _lines(recipe: Recipe, summary: dict[str, Any], least_memory: int, memory: MemoryDocument | None) -> list[tuple[str, str]]:

@@ -16,6 +16,7 @@ import pytorch_lightning as pl
 import torch
 
 from fw.assemble import check
+from fw.config import to_yaml
 from fw.errors import EXIT_FAILED, EXIT_OK, EXIT_REQUEUE, FwError, RunError
 from fw.kinds.data import Corpus
 from fw.launching import outcome
@@ -34,6 +35,7 @@ from fw.training.hang_watch import HangWatch
 from fw.training.host_allocator import keep_freed_memory
 from fw.training.inputs import device_of, note, open_data, say, say_nothing
 from fw.training.loading import loader
+from fw.training.loggers import build as build_loggers, flat
 from fw.training.module import TrainingModule
 from fw.training.nonfinite import Nonfinite
 from fw.training.progress import Progress
@@ -119,7 +121,11 @@ def _train_joined(
     fastest = max(peak_flops(device, dtype) for dtype in recipe.step_spec(device).computes_in)
     energy = Energy(device, host=world.local_rank == 0)
     between = BetweenSteps(recipe, progress, fastest * world.size, saver, Release(device, recipe.memory.release), energy.joules)
-    loggers = [p.build(recipe.run_dir, recipe.config.name, start_step) for p in recipe.loggers] if world.is_first else []
+    named = list(zip(recipe.names["logger"], recipe.loggers, strict=True)) if world.is_first else []
+    loggers = build_loggers(named, recipe.run_dir, recipe.config.name, start_step, progress.say)
+    for logger in loggers:
+        logger.log_hyperparams(dict(flat(recipe.tree)))
+        logger.text("config", to_yaml(recipe.tree), start_step)
     trainer = pl.Trainer(
         accelerator=device.type,
         devices=world.local_size,
@@ -183,6 +189,8 @@ def _train_joined(
         raise
     finally:
         module.close()
+        for logger in loggers:
+            logger.close()
         watch.rest()
     return _leave_outcome(code), summary
 

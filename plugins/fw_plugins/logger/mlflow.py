@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fw.api import LoggerPlugin
 
@@ -19,7 +21,7 @@ class MlflowConfig:
     experiment: str = "fw"
     """The experiment's name."""
     tracking_uri: str = ""
-    """An MLflow server or store; empty for a SQLite file `mlflow.db` in the run directory."""
+    """An MLflow server or store; empty for a SQLite file `mlflow.db` in the run directory, texts and pictures beside it."""
 
 
 class MlflowMetrics(LoggerPlugin):
@@ -35,4 +37,17 @@ class MlflowMetrics(LoggerPlugin):
         from pytorch_lightning.loggers import MLFlowLogger
 
         uri = self.config.tracking_uri or f"sqlite:///{run_dir.resolve()}/mlflow.db"
-        return MLFlowLogger(experiment_name=self.config.experiment, run_name=run_name, tracking_uri=uri)
+        files = None if self.config.tracking_uri else f"file://{run_dir.resolve()}/mlflow"  # else below the current directory
+        logger = MLFlowLogger(experiment_name=self.config.experiment, run_name=run_name, tracking_uri=uri, artifact_location=files)
+        _ = logger.run_id  # now, so that what is wrong is known before the first step
+        return logger
+
+    def text(self, logger: Any, name: str, text: str, step: int) -> None:
+        """Among the run's artifacts."""
+        logger.experiment.log_text(logger.run_id, text, f"{name}.txt")
+
+    def picture(self, logger: Any, name: str, png: Callable[[], bytes], step: int) -> None:
+        """Likewise."""
+        from PIL import Image
+
+        logger.experiment.log_image(logger.run_id, Image.open(io.BytesIO(png())), f"{name}.png")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fw.api import LoggerPlugin
 
@@ -34,4 +36,16 @@ class WandbMetrics(LoggerPlugin):
         """A run named like the config, files below ``run_dir``."""
         from pytorch_lightning.loggers import WandbLogger
 
-        return WandbLogger(name=run_name, save_dir=run_dir, project=self.config.project, offline=self.config.offline)
+        logger = WandbLogger(name=run_name, save_dir=run_dir, project=self.config.project, offline=self.config.offline)
+        _ = logger.experiment  # now, so that what is wrong is known before the first step
+        return logger
+
+    def text(self, logger: Any, name: str, text: str, step: int) -> None:
+        """A table of one cell."""
+        logger.log_text(name, columns=["text"], data=[[text]])
+
+    def picture(self, logger: Any, name: str, png: Callable[[], bytes], step: int) -> None:
+        """Among the media."""
+        from PIL import Image
+
+        logger.log_image(name, [Image.open(io.BytesIO(png()))])
