@@ -34,11 +34,15 @@ def main() -> int:
                 elif language == "python":
                     subprocess.run([ROOT / ".venv/bin/python", "-c", command], cwd=ROOT, env=environment, check=True)
                 elif command.startswith("./tools/quickstart"):
-                    subprocess.run(["bash", "-c", "source tools/setup.sh && set_up dev"], cwd=ROOT, env=environment, check=True)
+                    subprocess.run(["bash", "-c", "source tools/setup.sh && set_up"], cwd=ROOT, env=environment, check=True)
                     installing += time.monotonic() - began
                     began = time.monotonic()
                     subprocess.run(["bash", "-c", command], cwd=ROOT, env=environment, check=True)
-                elif not command.startswith(("source ", "pip ")):  # PATH has what the first does, and all extras are there
+                elif command.startswith("pip "):
+                    subprocess.run(["bash", "-c", command], cwd=ROOT, env=environment, check=True)
+                    installing += time.monotonic() - began
+                    began = time.monotonic()
+                elif not command.startswith("source "):  # PATH has what that does
                     subprocess.run(["bash", "-c", command], cwd=ROOT, env=environment, check=True)
                 took = time.monotonic() - began
                 spent += took

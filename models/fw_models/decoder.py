@@ -218,15 +218,15 @@ class Decoder(WithVirtualTokens):
         if self.prompt_embeddings is not None and not adapters_are_off():
             virtual = len(self.prompt_embeddings)
             x_BLD, positions_BL, segments_BL = prepend(self.prompt_embeddings, x_BLD, positions_BL, segments_BL)
-        prefix, before = self.prefix(), virtual
-        if prefix:
+        prefix, before, seen_BL = self.prefix(), virtual, segments_BL
+        if prefix:  # whose tokens attention has, and rows have not
             before = self.virtual_tokens
-            positions_BL, segments_BL = positions_BL + before, segments_with(before, segments_BL)
+            positions_BL, seen_BL = positions_BL + before, segments_with(before, segments_BL)
         windows = [self.config.window(layer) for layer in range(len(self.layers))]
         ropes = [self.config.rope(layer) for layer in range(len(self.layers))]
         # Once per forward for all blocks that share them.
         length = before + ids_BL.shape[1]  # of which x may be this rank's part
-        plans = {w: self.attention.plan(Pattern(length, w, segments_BL), ids_BL.device) for w in dict.fromkeys(windows)}
+        plans = {w: self.attention.plan(Pattern(length, w, seen_BL), ids_BL.device) for w in dict.fromkeys(windows)}
         angles = {rope: rope.angles(positions_BL) for rope in dict.fromkeys(ropes)}
         routed: list[Tensor] = []
         for number, (layer, window, rope) in enumerate(zip(self.layers, windows, ropes, strict=True)):

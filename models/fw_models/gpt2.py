@@ -159,6 +159,7 @@ class GPT2(WithVirtualTokens):
         if sequence_length > config.n_positions:
             raise UserError(f"model.n_positions: {config.n_positions} positions do not hold train.sequence_length {sequence_length}")
         self.config = config
+        self._sequence_length = sequence_length
         self.vocab_size = vocab_size
         self.context = config.n_positions
         self.attention = attention
@@ -195,8 +196,9 @@ class GPT2(WithVirtualTokens):
         length = ids_BL.shape[1]
         if positions_BL is None:
             positions_BL = positions(ids_BL, segments_BL)
-            if length > self.config.n_positions and int(positions_BL.max()) >= self.config.n_positions:
-                raise UserError(f"{length} tokens are more than this model has positions for ({self.config.n_positions})")
+            own = self.config.n_positions - self.virtual_tokens
+            if length > own and int(positions_BL.max()) >= own:
+                raise UserError(f"{length} tokens are more than this model has positions for ({own})")
         x_BLD, virtual = self.wte(ids_BL), 0
         if self.prompt_embeddings is not None and not adapters_are_off():
             virtual = len(self.prompt_embeddings)
@@ -269,6 +271,14 @@ class GPT2(WithVirtualTokens):
     def embedding_width(self) -> int:
         """The model's."""
         return self.config.n_embd
+
+    def check_room(self, tokens: int) -> None:
+        """There are positions for a row and for these."""
+        if self._sequence_length + tokens > self.config.n_positions:
+            raise UserError(
+                f"peft.tokens: {tokens} virtual tokens and rows of {self._sequence_length} need {self._sequence_length + tokens} positions,"
+                f" and this model has {self.config.n_positions}; lower train.sequence_length"
+            )
 
     def hf_config(self) -> dict[str, Any]:
         """``config.json`` of ``GPT2LMHeadModel``."""

@@ -27,14 +27,23 @@ class WithVirtualTokens(CausalLM):
     def embedding_width(self) -> int:
         """Of a token before the first block."""
 
+    def check_room(self, tokens: int) -> None:
+        """Refuse more virtual tokens than there can be. Here: never.
+
+        Raises:
+            UserError: with how many there can be.
+        """
+
     def add_prompt(self, tokens: int) -> str:
         """Before the first block."""
+        self.check_room(tokens)
         self.virtual_tokens = tokens
         self.prompt_embeddings = nn.Parameter(torch.empty(tokens, self.embedding_width))
         return "prompt_embeddings"
 
     def add_prefix(self, tokens: int) -> str:
         """Before every block's keys and values."""
+        self.check_room(tokens)
         self.virtual_tokens = tokens
         self.prefix_embeddings = nn.Parameter(torch.empty(tokens, prefix_width(self.kv_shapes)))
         return "prefix_embeddings"

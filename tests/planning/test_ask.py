@@ -10,6 +10,7 @@ import pytest
 
 import fw as package
 from conftest import fw
+from fw.planning.ask import is_model
 
 SYNTHETIC = ["data={name: synthetic, vocab_size: 300, samples: 64}", "train.global_batch_size=8"]
 
@@ -70,6 +71,14 @@ def test_a_model_that_generates_is_planned_too(workspace: Path) -> None:
 def _of_tensors(rank: dict[str, object]) -> dict[str, object]:
     """Without what the process itself has loaded."""
     return {key: value for key, value in rank.items() if key != "host_peak_bytes"}
+
+
+@pytest.mark.parametrize(
+    ("given", "model"),
+    [("meta-llama/Llama-3.1-8B-Instruct", True), ("Qwen/Qwen3-0.6B", True), ("missing.yaml", False), ("tiny.yaml", False), (".", True)],
+)
+def test_what_names_a_model(workspace: Path, given: str, model: bool) -> None:
+    assert is_model(given) == model
 
 
 class _Frames(HTMLParser):

@@ -6,6 +6,7 @@ import json
 import os
 import pty
 import re
+import select
 import subprocess
 import sys
 from pathlib import Path
@@ -68,6 +69,23 @@ def test_pretraining_a_preset_on_a_gpu_that_is_not_here(workspace: Path) -> None
     assert planned["fits"] and planned["budget_bytes"] > 20e9
 
 
+@pytest.mark.parametrize("task", ["lora", "pretrain"])
+def test_several_ranks(base: Path, task: str) -> None:
+    """Which divide the model somehow, as the file says."""
+    data = ["--data", "corpus.txt"] if task == "pretrain" else []
+    fw("init", "--task", task, "--model", "run", "--device", "cpu", "--ranks", "2", "--length", "32", "--budget", "1GiB", *data).ok()
+    config = yaml.safe_load(Path(f"{task}.yaml").read_text())
+    assert config["launch"]["devices"] == 2 and config["sharding"] and config["train"]["global_batch_size"] % 16 == 0
+    fw("train", f"{task}.yaml", *SMALL).ok()
+
+
+def test_what_is_chosen_has_sections_of_its_own(base: Path) -> None:
+    """Offload, which has one plugin only and no name, where a GPU is too small."""
+    fw("init", "--task", "sft", "--model", "run", "--device", "rtx4090", "--length", "64", "--budget", "560MiB").ok()
+    text = Path("sft.yaml").read_text()
+    assert "device" not in yaml.safe_load(text)["train"] and "memory:" in text
+
+
 def test_a_budget_changes_what_is_chosen(base: Path) -> None:
     """And stands in the file, where nothing is chosen a second time."""
     words = ("init", "--task", "sft", "--model", "run", "--device", "cpu", "--length", "128")
@@ -86,7 +104,7 @@ def test_a_server(base: Path) -> None:
     done = fw("init", "--task", "serve", "--model", "run", "--device", "cpu", "--budget", "64MiB").ok()
     assert done.out == "serve.yaml\n" and "fw serve serve.yaml" in done.err
     config = yaml.safe_load(Path("serve.yaml").read_text())
-    assert config["serve"]["model"] == "run" and config["inference"]["budget"] == "64MiB"
+    assert config["serve"]["model"] == "run" and config["inference"]["budget"] == "64MiB" and config["inference"]["device"] == "cpu"
     failed = fw("init", "--task", "serve", "--model", "run", "--device", "cpu", "--budget", "1MiB", "--to", "no.yaml")
     assert failed.code == 2 and "nothing fits 1 MiB" in failed.err
 
@@ -99,13 +117,17 @@ def test_what_is_left_out_is_asked_at_a_terminal(base: Path) -> None:
     os.write(first, b"lora\nrun\ncpu\n\nchats.jsonl\n")
     said = b""
     try:
-        while chunk := os.read(first, 4096):
+        while select.select([first], [], [], 120)[0] and (chunk := os.read(first, 4096)):
             said += chunk
     except OSError:  # the other end is closed
         pass
+    finally:
+        process.kill() if process.poll() is None and b"next:" not in said else None
     out, _ = process.communicate(timeout=120)
     assert process.returncode == 0, said
-    assert out == "lora.yaml\n" and said.count(b": ") >= 5
+    assert out == "lora.yaml\n" and all(
+        word in said for word in (b"task (", b"model (", b"device (", b"memory of a rank", b"files to learn")
+    )
     assert yaml.safe_load(Path("lora.yaml").read_text())["data"]["files"] == ["chats.jsonl"]
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import fw
@@ -18,7 +19,7 @@ from fw.config import load
 from fw.errors import UserError
 from fw.kinds.data import IGNORED
 from fw.recipe import resolve
-from fw_plugins.objective.answers import row_keys
+from fw_plugins.objective.answers import AnswerFiles, AnswerWriter, row_keys
 from fw_plugins.objective.distill import Distill, DistillConfig
 from plugins.taught import IDS, VOCABULARY, labels, make_pair, of_transformers
 
@@ -125,6 +126,26 @@ def test_what_was_answered_before_an_interruption_is_kept(pair: Path) -> None:
     objective.answer(Teacher(), [{"input_ids": IDS}])
     assert asked == [2, 1], "each row once"
     assert len(list((pair / "answers").glob("part-*"))) == 2
+
+
+def test_answers_are_of_one_teacher_and_one_writer(pair: Path) -> None:
+    objective = answered(pair, top_k=5)
+    asked = objective._asked(VOCABULARY)
+    first = AnswerWriter(pair / "answers", asked)
+    with pytest.raises(UserError, match="another process writes"):
+        AnswerWriter(pair / "answers", asked)
+    first.close()
+    weights = next((pair / "teacher").glob("*.safetensors"))
+    moved = {name: value + 1 for name, value in load_file(weights).items()}
+    save_file(moved, weights, metadata={"format": "pt"})
+    with pytest.raises(UserError, match="has those of other weights"):
+        objective.answer(fw.load_model(pair / "teacher"), [{"input_ids": IDS}])
+    shutil.rmtree(pair / "teacher")
+    AnswerFiles(pair / "answers", objective._asked(VOCABULARY))
+    part = next((pair / "answers").glob("part-*"))
+    part.write_bytes(part.read_bytes()[:100])
+    with pytest.raises(UserError, match="is damaged"):
+        AnswerFiles(pair / "answers", objective._asked(VOCABULARY))
 
 
 DISTILL = "objective={name: distill, teacher: teacher, weight: 0.9}"

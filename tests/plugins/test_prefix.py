@@ -57,6 +57,13 @@ def test_an_adapter_of_peft_gives_the_same_logits_and_gradient(tmp_path: Path, n
     assert [name for name, parameter in ours.named_parameters() if parameter.requires_grad] == ["prefix_embeddings"]
 
 
+@pytest.mark.parametrize("name", ["llama", "mixtral", "gpt2"])
+def test_padded_rows_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Routers see the row's own tokens."""
+    base_in(tmp_path, CONFIGS[name])
+    assert run(tmp_path, monkeypatch, PREFIX, "data.min_length=4") == 0
+
+
 def test_what_peft_has_projected_is_read(tmp_path: Path) -> None:
     theirs = _of_peft(tmp_path, "llama", prefix_projection=True, encoder_hidden_size=24)
     with torch.no_grad():
@@ -85,6 +92,13 @@ def test_padded_rows_see_the_prefix_as_full_ones_do(tmp_path: Path) -> None:
         assert (padded[0] - ours(IDS[:1])[0]).abs().max() < 1e-5
 
 
+def test_positions_of_a_table_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    base_in(tmp_path, CONFIGS["gpt2"])
+    assert run(tmp_path, monkeypatch, PREFIX, "train.sequence_length=30") == 2
+    assert "3 virtual tokens and rows of 30 need 33 positions, and this model has 32" in capsys.readouterr().err
+    assert run(tmp_path, monkeypatch, PREFIX, "train.sequence_length=29") == 0
+
+
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
@@ -93,6 +107,7 @@ def test_padded_rows_see_the_prefix_as_full_ones_do(tmp_path: Path) -> None:
         (["sharding={name: fsdp, context: 2}", "launch.devices=2"], r"virtual tokens \(peft=prompt, peft=prefix\)"),
         (["peft.tokens=0"], r"peft\.tokens: 0 is too small"),
         (["model={name: hf, path: base}"], "takes no virtual tokens"),
+        (["data.min_length=4", "objective=dpo"], "does not work with data|which both answers of a pair share"),
     ],
 )
 def test_what_cannot_be_is_refused(

@@ -29,6 +29,22 @@ class AnyOrder(CausalLMObjective):
 """
 
 
+ASKED = """
+from pathlib import Path
+
+import torch
+from fw_plugins.objective.causal_lm import CausalLMObjective
+from fw.api import register
+
+
+@register("asked")
+class Asked(CausalLMObjective):
+    def loss_sum(self, model, batch):
+        Path("asked.txt").write_text(str(torch.are_deterministic_algorithms_enabled()))
+        return super().loss_sum(model, batch)
+"""
+
+
 def _digests(run: str) -> dict[str, str]:
     files = Path(run, "checkpoints/latest").resolve().glob("*.safetensors")
     return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
@@ -36,8 +52,10 @@ def _digests(run: str) -> dict[str, str]:
 
 @pytest.mark.parametrize("more", [[], ["sharding=fsdp", "launch.devices=2", "activation=full"]], ids=["one", "two"])
 def test_two_runs_give_the_same_bits(workspace: Path, more: list[str]) -> None:
+    Path("asked.py").write_text(ASKED)
     for run in ("one", "two"):
-        fw("train", "tiny.yaml", *WORDS, *more, f"train.run_dir={run}").ok()
+        fw("train", "tiny.yaml", *WORDS, *more, "plugins=[asked.py]", "objective=asked", f"train.run_dir={run}").ok()
+    assert Path("asked.txt").read_text() == "True"
     assert column("one", "loss") == column("two", "loss") and column("one", "grad_norm") == column("two", "grad_norm")
     assert _digests("one") == _digests("two") != {}
 

@@ -25,13 +25,14 @@ def test_every_start_is_noted(workspace: Path) -> None:
         subprocess.run([*GIT, *words], check=True)
     commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
     secret = {**environment(), "FW_API_KEY": "hush", "NCCL_DEBUG": "WARN"}
-    fw("train", "tiny.yaml", "train.max_steps=2", "train.save_every=2", "train.seed=3", env=secret).ok()
+    signed = "train.sample_prompt=https://me:hush@host/x"
+    fw("train", "tiny.yaml", signed, "train.max_steps=2", "train.save_every=2", "train.seed=3", env=secret).ok()
     (first,) = starts("run")
     assert first["git"] == {"commit": commit, "changed": False} and first["seed"] == 3 and first["ranks"] == 1
     assert first["packages"]["torch"] == importlib.metadata.version("torch") and first["torch"]["version"] == torch.__version__
     assert first["host"]["cores"] and first["host"]["memory_bytes"] > 1e9 and first["host"]["processor"]
     assert first["environment"]["NCCL_DEBUG"] == "WARN" and "hush" not in Path("run/environment.jsonl").read_text()
-    assert first["command"][-4:] == ["tiny.yaml", "train.max_steps=2", "train.save_every=2", "train.seed=3"]
+    assert first["command"][-4:] == ["train.sample_prompt=https://…@host/x", "train.max_steps=2", "train.save_every=2", "train.seed=3"]
 
     Path("tiny.yaml").write_text(Path("tiny.yaml").read_text() + "\n")
     fw("train", "tiny.yaml", "train.max_steps=4", "train.save_every=2", "train.seed=3", "resume=auto").ok()

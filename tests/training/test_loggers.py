@@ -37,6 +37,7 @@ class Failing(LoggerPlugin):
             def log_metrics(self, metrics, step=None):
                 if where == "log_metrics":
                     raise RuntimeError("no such server")
+                Path("logged").touch()
 
             def log_hyperparams(self, params, *args, **kwargs):
                 if where == "log_hyperparams":
@@ -60,6 +61,8 @@ def test_one_that_fails_stops_nothing(workspace: Path, where: str) -> None:
     Path("where").write_text(where)
     done = fw("train", "tiny.yaml", *WORDS, "plugins=[failing.py]", "logger=[failing, csv]").ok()
     assert done.err.count("warning: logger 'failing' failed") == 1 and "no such server" in done.err
+    beside = where in ("text", "log_hyperparams")
+    assert ("logs metrics without its config" in done.err) == beside and Path("logged").exists() == (beside or where == "finalize")
     assert len(column("run", "loss")) == 3
 
 

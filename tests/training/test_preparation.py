@@ -48,6 +48,9 @@ def test_duplicates_and_bad_records_are_counted(workspace: Path) -> None:
     assert failed.code == 2 and "texts.jsonl:41: it is no JSON" in failed.err
     found = json.loads(fw("data", "prepare", "tiny.yaml", *words, "data.on_bad=skip", "--json").ok().out)
     assert found["facts"] == {"documents": 40, "duplicates": 10, "bad": 1}
+    Path("texts.jsonl").write_text("\n".join(json.dumps({"text": f"{n} " * 300}) for n in range(10, 50)))
+    found = json.loads(fw("data", "prepare", "tiny.yaml", *words, "--json").ok().out)
+    assert [low for low, *_ in found["histogram"]] == [512], "whole documents, and not what fits a row of 64"
 
 
 class _Counting:

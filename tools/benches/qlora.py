@@ -1,7 +1,7 @@
 """QLoRA beside LoRA on a Llama of 336 M parameters that was trained before: bytes, memory while loading, losses. docs/qlora.md.
 
     tools/bench qlora
-    tools/bench qlora --base-steps 10 --steps 5 --out runs/qlora
+    tools/bench qlora --base-steps 10 --steps 10 --out runs/qlora
 
 The base learns from the documentation that every Python carries; the adapters from its library's sources, which the base has never seen.
 Both adapters begin alike and see the same rows in the same order.
@@ -187,6 +187,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60, help="of each adapter (60)")
     parser.add_argument("--out", type=Path, default=ROOT / "docs", help="directory of the page and the picture (docs)")
     options = parser.parse_args()
+    if options.steps < WINDOW:
+        parser.error(f"--steps: the least is {WINDOW}, of which means are taken")
     options.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="fw-qlora-") as made:
         directory = Path(made)

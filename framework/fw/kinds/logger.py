@@ -28,6 +28,9 @@ class LoggerPlugin(Plugin):
         What it raises but a :class:`fw.errors.UserError`, here or while it logs, is said, and the run goes on without it.
         """
 
+    def close(self, logger: Logger) -> None:
+        """The run is over, and the logger has been told. Here: nothing."""
+
     def text(self, logger: Logger, name: str, text: str, step: int) -> None:
         """Show a text: the config (YAML) when a run begins, a sample when it ends. Here: nothing."""
 

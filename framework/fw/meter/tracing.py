@@ -14,6 +14,8 @@ from fw.meter.operators import STEP, StepTrace, calls_of, step_trace
 from fw.meter.transfers import gpu_rates, heard
 
 _SNAPSHOT_ENTRIES = 1_000_000
+_OFFLOADED_BYTES = 64 << 20
+"""Between host and GPU, more than batches and numbers take: worth measuring what the way can carry."""
 
 
 @contextmanager
@@ -44,7 +46,8 @@ def tracing(device: torch.device, directory: Path, rank: int) -> Iterator[list[S
             torch.cuda.memory._record_memory_history(enabled=None)
     assert record.profiler is not None and record.profiler.kineto_results is not None
     trace = step_trace(calls_of(record.profiler.kineto_results))
-    most = gpu_rates(device) if on_gpu and trace.transfers else {}
+    moved = sum(each.nbytes for each in trace.transfers)
+    most = gpu_rates(device) if on_gpu and moved >= _OFFLOADED_BYTES else {}
     between = [replace(each, most=most.get(each.way, 0.0)) for each in trace.transfers]
     found.append(replace(trace, transfers=[*between, *on_disk]))
     record.export_chrome_trace(str(directory / f"rank{rank}.pt.trace.json.gz"))

@@ -24,6 +24,7 @@ TO_HOST, TO_GPU = "to the host", "to the GPU"
 WAYS = (TO_DISK, FROM_DISK, TO_HOST, TO_GPU)
 
 _BYTES = 128 << 20
+_GPU_BYTES = 32 << 20
 _TIMES = 3
 
 
@@ -117,8 +118,8 @@ def disk_rates(directory: Path) -> dict[str, float]:
     try:
         with tempfile.TemporaryFile(dir=directory) as file:
             os.posix_fallocate(file.fileno(), 0, _BYTES)
+            data = memoryview(bytearray(_BYTES))
             with mmap.mmap(file.fileno(), _BYTES) as memory:
-                data = memoryview(bytearray(_BYTES))
 
                 def write() -> None:
                     memory[:] = data
@@ -126,19 +127,23 @@ def disk_rates(directory: Path) -> dict[str, float]:
 
                 to = _rate(write)
 
-                def read() -> None:
-                    done = 0
-                    while done < _BYTES and (count := os.preadv(file.fileno(), [data[done:]], done)):
-                        done += count
+            def read() -> None:
+                done = 0
+                while done < _BYTES and (count := os.preadv(file.fileno(), [data[done:]], done)):
+                    done += count
 
-                return {TO_DISK: to, FROM_DISK: _rate(read, before=lambda: _forget(file.fileno()))}
+            return {TO_DISK: to, FROM_DISK: _rate(read, before=lambda: _forget(file.fileno()))}
     except OSError:
         return {TO_DISK: 0.0, FROM_DISK: 0.0}
 
 
 def gpu_rates(device: torch.device) -> dict[str, float]:
-    """Bytes per second between page-locked host memory and a GPU."""
-    here, there = torch.empty(_BYTES, dtype=torch.uint8, pin_memory=True), torch.empty(_BYTES, dtype=torch.uint8, device=device)
+    """Bytes per second between page-locked host memory and a GPU; nothing where no memory is left to try."""
+    try:
+        there = torch.empty(_GPU_BYTES, dtype=torch.uint8, device=device)
+    except torch.OutOfMemoryError:
+        return {}
+    here = torch.empty(_GPU_BYTES, dtype=torch.uint8, pin_memory=True)
 
     def copying(target: torch.Tensor, source: torch.Tensor) -> Callable[[], None]:
         def copy() -> None:
@@ -147,18 +152,23 @@ def gpu_rates(device: torch.device) -> dict[str, float]:
 
         return copy
 
-    return {TO_HOST: _rate(copying(here, there)), TO_GPU: _rate(copying(there, here))}
+    found = {way: _rate(move, nbytes=_GPU_BYTES) for way, move in ((TO_HOST, copying(here, there)), (TO_GPU, copying(there, here)))}
+    del here, there
+    torch.cuda.empty_cache()
+    return found
 
 
-def _rate(move: Callable[[], None], before: Callable[[], None] = lambda: None) -> float:
+def _rate(move: Callable[[], None], before: Callable[[], None] = lambda: None, nbytes: int = _BYTES) -> float:
     taken = []
     for _ in range(_TIMES):
         before()
         begin = time.perf_counter()
         move()
         taken.append(time.perf_counter() - begin)
-    return _BYTES / median(taken)
+    return nbytes / median(taken)
 
 
 def _forget(descriptor: int) -> None:
+    """Nothing is mapped, and all of it is on the disk: else it would stay."""
+    os.fsync(descriptor)
     os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)

@@ -125,4 +125,4 @@ def profile(config: str | Path, *overrides: str, steps: int = 3, timed: int | No
 def is_model(given: str | Path) -> bool:
     """Whether it names a model, and not a config."""
     path = Path(given)
-    return path.is_dir() or not (path.exists() or path.suffix)
+    return path.is_dir() or not (path.exists() or path.suffix in (".yaml", ".yml"))

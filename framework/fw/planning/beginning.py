@@ -95,7 +95,8 @@ def _training(wanted: Wanted) -> Begun:
         stand_in = _stand_in(wanted, tree, Path(directory))
         path = Path(directory) / f"{wanted.task}.yaml"
         path.write_text(yaml.safe_dump(tree, sort_keys=False))
-        found = ask.fit(path, stand_in, *([f"memory.budget={wanted.budget}"] if wanted.budget else []), device=wanted.device)
+        budget = f"memory.budget={wanted.budget}"
+        found = ask.fit(path, stand_in, *([budget] if wanted.budget else []), device=wanted.device)
         if not found.fit.fits:
             least, over = found.fit.best, int(found.fit.best.taken - found.fit.budget)
             other = "another --task (lora, qlora)" if wanted.task in ("pretrain", "sft") else "a shorter --length"
@@ -103,7 +104,9 @@ def _training(wanted: Wanted) -> Begun:
                 f"nothing fits {format_size(found.fit.budget)}: {least.label} takes least, {format_size(over)} more; a larger --budget,"
                 f" more --ranks, {other} or a smaller --model would do"
             )
-        chosen = dict(overridden(configuration.load(path), found.fit.best.overrides).tree)
+        # What was chosen, and how ranks that nobody has told so divide the model; not what stood in for data and budget.
+        added = [each for each in found.config.overrides if each not in (stand_in, budget)]
+        chosen = dict(overridden(configuration.load(path), added).tree)
     if wanted.budget:
         chosen["memory"] = {"budget": wanted.budget, "techniques": []}
     largest, seconds = found.memory.largest, found.memory.step_time
@@ -138,7 +141,7 @@ def _composed(wanted: Wanted) -> dict[str, Any]:
     tree["schedule"] = {"name": "cosine", "warmup_steps": steps // 20 if wanted.task == "pretrain" else 20}
     tree["train"] = {
         "max_steps": steps,
-        "global_batch_size": max(16, 8 * wanted.ranks) if wanted.task != "pretrain" else max(64, 8 * wanted.ranks),
+        "global_batch_size": _multiple(64 if wanted.task == "pretrain" else 16, 8 * wanted.ranks),
         "sequence_length": wanted.sequence_length,
         **({} if wanted.task in ("pretrain", "dpo") else {"packing": True}),
         "gradient_clip_norm": 0.3 if wanted.task == "qlora" else 1.0,
@@ -148,6 +151,10 @@ def _composed(wanted: Wanted) -> dict[str, Any]:
     here = {} if wanted.device is None else {"accelerator": CPU if wanted.device == CPU else "cuda"}
     tree["launch"] = {"devices": wanted.ranks, **here}
     return tree
+
+
+def _multiple(least: int, of: int) -> int:
+    return -(-least // of) * of
 
 
 def _model(wanted: Wanted) -> dict[str, Any]:
@@ -178,13 +185,16 @@ def _data(wanted: Wanted, weights: str | None) -> dict[str, Any]:
 
 def _stand_in(wanted: Wanted, tree: Mapping[str, Any], directory: Path) -> str:
     """Data for the plan, which may not be there yet: rows as long as they may be."""
+    if wanted.task == "pretrain":  # whose rows all have one length
+        return f"data={{name: synthetic, vocab_size: {_vocabulary(tree)}}}"
     if wanted.task != "dpo":
-        return f"data={{name: synthetic, vocab_size: {_vocabulary(tree)}, min_length: 64}}"
+        return f"data={{name: synthetic, vocab_size: {_vocabulary(tree)}, min_length: {min(64, wanted.sequence_length)}}}"
     long = "word " * wanted.sequence_length
     pair = {"chosen": long, "rejected": long}
     file = directory / "pairs.jsonl"
     file.write_text("".join(json.dumps({"prompt": str(number), **pair}) + "\n" for number in range(64)))
-    return f"data={{name: preference, files: ['{file}'], tokenizer: {tree['data']['tokenizer']}, cache_dir: '{directory}'}}"
+    section = {"name": "preference", "files": [str(file)], "val_files": [str(file)], "tokenizer": tree["data"]["tokenizer"]}
+    return f"data={json.dumps({**section, 'cache_dir': str(directory)})}"
 
 
 def _vocabulary(tree: Mapping[str, Any]) -> int:
@@ -211,7 +221,9 @@ def _serving(wanted: Wanted) -> Begun:
     else:
         assert found.budget is not None
         raise UserError(f"nothing fits {format_size(found.budget)} ({'; '.join(tried)}); a larger --budget, or a smaller model")
+    here = {"device": CPU} if wanted.device == CPU else {}
     inference = {
+        **here,
         "dtype": "bf16",
         **({} if weights == "auto" else {"weights": weights}),
         **({"budget": wanted.budget} if wanted.budget else {}),
@@ -238,7 +250,7 @@ def _about(section: str, options: Mapping[str, Any]) -> dict[str, str]:
     """What each option does, by the documentation of its field."""
     if section in _SECTIONS:
         return {option.name: option.doc for option in options_of(_SECTIONS[section])}
-    cls = plugin_class(KINDS[section].load_contract(), options["name"])
+    cls = plugin_class(KINDS[section].load_contract(), options.get("name") or KINDS[section].default or "")
     return {"name": _first(cls.__doc__ or ""), **{option.name: option.doc for option in options_of(cls.Config)}}
 
 

@@ -150,6 +150,11 @@ CAUSES: tuple[Cause, ...] = (
     ),
     Cause("compares with the model without its adapters", "fw", "A second copy of the model as reference would double what weights take."),
     Cause(
+        "virtual tokens stand before a row, which both answers",
+        "fw",
+        "Both answers of a pair are one row, and the second would not see what stands before the first.",
+    ),
+    Cause(
         "qat trains the weights that are rounded",
         "method",
         "A frozen base learns nothing of its rounding: beside adapters it may be codes at once.",

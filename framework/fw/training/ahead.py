@@ -28,6 +28,8 @@ def answer_ahead(config: str | Path, *overrides: str) -> int:
         UserError: the config or the data is wrong, the objective asks no model ahead, or that model has other tokens.
     """
     world = current_world()
+    if world.size > 1:
+        raise UserError(f"fw data teach is one process's work, and this is one of {world.size}; start it without a launcher")
     recipe = resolve(configuration.load(config, overrides), world, starts=False)
     wanted = recipe.objective.ahead
     if wanted is None:

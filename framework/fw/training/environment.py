@@ -6,6 +6,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 from datetime import datetime, timezone
@@ -18,7 +19,8 @@ from fw import __version__
 
 _VARIABLES = ("CUDA_", "NCCL_", "GLOO_", "OMP_", "MKL_", "TORCH_", "PYTORCH_", "CUBLAS_", "FW_", "SLURM_JOB_ID", "WORLD_SIZE", "MALLOC_")
 """Beginnings of the names of what changes how a run computes."""
-_SECRET = ("TOKEN", "KEY", "SECRET", "PASSWORD")
+_SECRET = ("TOKEN", "KEY", "SECRET", "PASSW", "CREDENTIAL", "AUTH")
+_IN_ADDRESSES = re.compile(r"://[^/@\s]+@")
 FILE = "environment.jsonl"
 """In a run's directory."""
 _PATIENCE = 5
@@ -29,10 +31,10 @@ def found(ranks: int, seed: int) -> dict[str, Any]:
     """Now, here: command, code, versions, host and devices."""
     return {
         "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "command": sys.argv,
+        "command": [without_secrets(word) for word in sys.argv],
         "directory": str(Path.cwd()),
         "git": git(Path.cwd()),
-        "fw": {"version": __version__, "git": git(Path(__file__).parent)},
+        "fw": {"version": __version__, "git": _own()},
         "seed": seed,
         "ranks": ranks,
         "python": platform.python_version(),
@@ -48,6 +50,17 @@ def note(directory: Path, ranks: int, seed: int) -> None:
     """Add this start to ``environment.jsonl``."""
     with (directory / FILE).open("a") as file:
         file.write(json.dumps(found(ranks, seed)) + "\n")
+
+
+def without_secrets(text: str) -> str:
+    """Without who signs in, and how, in addresses."""
+    return _IN_ADDRESSES.sub("://…@", text)
+
+
+def _own() -> dict[str, Any] | None:
+    """Of fw's code, where that is in a work tree of its own, and not in an environment that is in somebody's."""
+    file = Path(__file__)
+    return git(file.parent) if _git(file.parent, "ls-files", "--error-unmatch", file.name) is not None else None
 
 
 def git(directory: Path) -> dict[str, Any] | None:
@@ -105,7 +118,7 @@ def devices() -> list[dict[str, Any]]:
 def variables() -> dict[str, str]:
     """Of the environment, what computing depends on; nothing that looks like a secret."""
     return {
-        name: value
+        name: without_secrets(value)
         for name, value in sorted(os.environ.items())
         if name.startswith(_VARIABLES) and not any(part in name for part in _SECRET)
     }

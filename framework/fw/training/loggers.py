@@ -12,19 +12,22 @@ from fw.errors import UserError, describe
 from fw.kinds.data import Say
 from fw.kinds.logger import LoggerPlugin
 
+_BESIDE = "its config, texts and pictures"
+"""What a logger may fail at and still log metrics."""
+
 
 class Guarded(Logger):
     """Another logger. It is told that the run is over by :meth:`close`, not when Lightning is: there is more to log then.
 
     Attributes:
-        failed: why it is not used any more; empty while it is.
+        failed: why it is not used any more, for rows of metrics and for all that is beside them; empty while it is.
     """
 
     def __init__(self, label: str, plugin: LoggerPlugin, inner: Logger, say: Say) -> None:
         super().__init__()
         self._label, self._plugin, self._inner, self._say = label, plugin, inner, say
         self._status = "failed"
-        self.failed = ""
+        self.failed = {"": "", _BESIDE: ""}
 
     @property
     def name(self) -> str | None:
@@ -42,15 +45,15 @@ class Guarded(Logger):
 
     def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
         """What was set, by name."""
-        self._do(lambda: self._inner.log_hyperparams(params))
+        self._do(lambda: self._inner.log_hyperparams(params), _BESIDE)
 
     def text(self, name: str, text: str, step: int) -> None:
         """A text, where the logger shows any."""
-        self._do(lambda: self._plugin.text(self._inner, name, text, step))
+        self._do(lambda: self._plugin.text(self._inner, name, text, step), _BESIDE)
 
     def picture(self, name: str, png: Callable[[], bytes], step: int) -> None:
         """A picture, made where the logger shows any."""
-        self._do(lambda: self._plugin.picture(self._inner, name, png, step))
+        self._do(lambda: self._plugin.picture(self._inner, name, png, step), _BESIDE)
 
     def save(self) -> None:
         """What is not yet written."""
@@ -63,15 +66,17 @@ class Guarded(Logger):
     def close(self) -> None:
         """The run is over."""
         self._do(lambda: self._inner.finalize(self._status))
+        self._do(lambda: self._plugin.close(self._inner))
 
-    def _do(self, call: Callable[[], Any]) -> None:
-        if self.failed:
+    def _do(self, call: Callable[[], Any], part: str = "") -> None:
+        if self.failed[part] or self.failed[""]:
             return
         try:
             call()
         except Exception as error:
-            self.failed = describe(error)
-            self._say(f"warning: logger '{self._label}' failed ({self.failed}); the run goes on without it")
+            self.failed[part] = describe(error)
+            without = f"logs metrics without {part}" if part else "goes on without it"
+            self._say(f"warning: logger '{self._label}' failed ({self.failed[part]}); the run {without}")
 
 
 def build(named: Sequence[tuple[str, LoggerPlugin]], run_dir: Path, run_name: str, start_step: int, say: Say) -> list[Guarded]:

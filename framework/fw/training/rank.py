@@ -124,8 +124,8 @@ def _train_joined(
     named = list(zip(recipe.names["logger"], recipe.loggers, strict=True)) if world.is_first else []
     loggers = build_loggers(named, recipe.run_dir, recipe.config.name, start_step, progress.say)
     for logger in loggers:
-        logger.log_hyperparams(dict(flat(recipe.tree)))
-        logger.text("config", to_yaml(recipe.tree), start_step)
+        logger.log_hyperparams({key: _public(value) for key, value in flat(recipe.tree)})
+        logger.text("config", environment.without_secrets(to_yaml(recipe.tree)), start_step)
     trainer = pl.Trainer(
         accelerator=device.type,
         devices=world.local_size,
@@ -193,6 +193,10 @@ def _train_joined(
             logger.close()
         watch.rest()
     return _leave_outcome(code), summary
+
+
+def _public(value: Any) -> Any:
+    return environment.without_secrets(value) if isinstance(value, str) else value
 
 
 def _stopped(recipe: Recipe, step: int) -> str:

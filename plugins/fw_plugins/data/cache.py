@@ -13,12 +13,13 @@ META = "meta.json"
 """A file of every finished directory."""
 
 
-def cached(given: str, name: str, build: Callable[[Path], None]) -> Path:
+def cached(given: str, name: str, build: Callable[[Path], None], resumes: bool = False) -> Path:
     """The directory ``name``, made by ``build`` where it is not there yet: by one process at a time, and whole or not at all.
 
     Args:
         given: where; empty for $FW_CACHE, else fw under the user's cache directory.
-        build: fills a directory, :data:`META` last; it may hold what an earlier call had made of the same when it was interrupted.
+        build: fills a directory, :data:`META` last.
+        resumes: whether ``build`` goes on with what an earlier call had made of the same when it failed or was interrupted.
 
     Raises:
         UserError: the cache cannot be made.
@@ -36,11 +37,14 @@ def cached(given: str, name: str, build: Callable[[Path], None]) -> Path:
         if (directory / META).is_file():
             return directory
         temporary = directory.with_name(f"{name}.tmp")
-        temporary.mkdir(exist_ok=True)  # what an interrupted process has left: builders go on with it, or begin anew
+        if not resumes:  # what a killed process has left
+            shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(exist_ok=True)
         try:
             build(temporary)
-        except UserError:
-            shutil.rmtree(temporary, ignore_errors=True)
+        except BaseException:
+            if not resumes:
+                shutil.rmtree(temporary, ignore_errors=True)
             raise
         shutil.rmtree(directory, ignore_errors=True)
         temporary.rename(directory)

@@ -50,9 +50,29 @@ def write_ids(file: Path, texts: Iterator[str], tokenizer: _Encodes, eos_id: int
                 documents += len(batch)
                 out.flush()
                 sizes.flush()
-                _note(progress, {"documents": documents, "bytes": [file.stat().st_size, sizes_of(file).stat().st_size]})
+                _note(progress, {"documents": documents, "bytes": _bytes(file)})
                 bar.update(len(batch))
+        for written in (out, sizes):
+            written.flush()
+            os.fsync(written.fileno())
+    _note(_done(file), {"bytes": _bytes(file)})
     progress.unlink(missing_ok=True)
+
+
+def is_whole(file: Path) -> bool:
+    """Whether :func:`write_ids` has come to its end, and all that it wrote is there."""
+    try:
+        return bool(json.loads(_done(file).read_text())["bytes"] == _bytes(file))
+    except (OSError, ValueError, KeyError):
+        return False
+
+
+def _done(file: Path) -> Path:
+    return file.with_suffix(".done")
+
+
+def _bytes(file: Path) -> list[int]:
+    return [file.stat().st_size, sizes_of(file).stat().st_size]
 
 
 def pieces(file: Path) -> Iterable[bytes]:
@@ -77,7 +97,7 @@ def _kept(progress: Path, files: dict[Path, int]) -> int:
 
 
 def _note(progress: Path, said: dict[str, object]) -> None:
-    hidden = progress.with_suffix(".progress.tmp")
+    hidden = progress.with_suffix(f"{progress.suffix}.tmp")
     hidden.write_text(json.dumps(said))
     os.replace(hidden, progress)
 

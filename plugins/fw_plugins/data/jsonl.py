@@ -13,6 +13,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+import numpy as np
 from tqdm import tqdm
 
 from fw.api import Corpus, DataPlugin, Say, Tokenizer, UserError, load_tokenizer
@@ -20,7 +21,7 @@ from fw_plugins.data import conversation, sources
 from fw_plugins.data.cache import META, cached
 from fw_plugins.data.conversation import Encoded, Learnt
 from fw_plugins.data.datasets_source import DatasetRecords
-from fw_plugins.data.masked import MaskedRecords, MaskedWriter, PairedRecords
+from fw_plugins.data.masked import MaskedRecords, MaskedWriter, PairedRecords, sizes_in
 from fw_plugins.data.records import FileRecords, Source
 
 _FORMAT = 1
@@ -167,6 +168,7 @@ class _Records(DataPlugin):
             val_bytes=sum(len(each.encode()) for each in _texts(val, tokenizer)),
             train_text=lambda: list(_texts(train, tokenizer)),
             val_text=lambda: list(_texts(val, tokenizer)),
+            lengths=lambda: np.sum([sizes_in(directory, f"train{part}") for part in self.parts], 0),
             facts={key: meta[key] for key in ("documents", "duplicates", "bad") if key in meta},
         )
 

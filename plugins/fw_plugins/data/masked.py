@@ -48,7 +48,7 @@ class MaskedRecords:
 
     def __init__(self, directory: Path, split: str, dtype: str, most: int) -> None:
         self._ids, self._learnt = _mapped(directory / f"{split}.{IDS}", dtype), _mapped(directory / f"{split}.{LEARNT}", np.uint8)
-        sizes = np.fromfile(directory / f"{split}.{SIZES}", "<i8")
+        sizes = sizes_in(directory, split)
         self._starts = sizes.cumsum() - sizes
         self._lengths = np.minimum(sizes - 1, most)
 
@@ -116,6 +116,11 @@ class PairedRecords:
     def targets(self) -> int:
         """Tokens that are learnt, of both."""
         return sum(records.targets for records in self._pair)
+
+
+def sizes_in(directory: Path, split: str) -> NDArray[np.int64]:
+    """Ids of each record of a split."""
+    return np.fromfile(directory / f"{split}.{SIZES}", "<i8")
 
 
 def _mapped(file: Path, dtype: Any) -> NDArray[Any]:

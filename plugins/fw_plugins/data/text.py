@@ -15,7 +15,7 @@ from fw.api import Corpus, DataPlugin, Say, Tokenizer, UserError, did_you_mean, 
 from fw_plugins.data import sources
 from fw_plugins.data.blocks import TokenBlocks, TokenDocuments
 from fw_plugins.data.cache import META, cached
-from fw_plugins.data.ids_file import lengths_of, pieces, sizes_of, write_ids
+from fw_plugins.data.ids_file import is_whole, lengths_of, pieces, sizes_of, write_ids
 from fw_plugins.data.tokenizer import byte_tokenizer, train_bpe
 
 _FORMAT = 2
@@ -89,7 +89,7 @@ class TextData(DataPlugin):
                     f"data.tokenizer: {self.config.tokenizer} has no end-of-text token, which stands between documents;"
                     " name one as eos_token in its tokenizer_config.json"
                 )
-        self._directory = cached(self.config.cache_dir, f"text-{self._key()}", lambda made: self._build(made, say))
+        self._directory = cached(self.config.cache_dir, f"text-{self._key()}", lambda made: self._build(made, say), resumes=True)
 
     def open(self, sequence_length: int) -> Corpus:
         """Map what :meth:`prepare` left on disk."""
@@ -162,10 +162,9 @@ class TextData(DataPlugin):
         content = hashlib.sha256((directory / "tokenizer.json").read_bytes())
         counts = {}
         for name, total in (("train", kept), ("val", len(held_out))):
-            file, done = directory / f"{name}.bin", directory / f"{name}.done"
-            if not done.exists():
+            file = directory / f"{name}.bin"
+            if not is_whole(file):
                 write_ids(file, split(name == "val"), tokenizer, _eos_id(tokenizer), dtype, f"tokenizing {name}", total)
-                done.touch()
             counts[name] = file.stat().st_size // np.dtype(dtype).itemsize
             for piece in pieces(file):
                 content.update(piece)

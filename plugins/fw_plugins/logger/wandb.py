@@ -40,6 +40,10 @@ class WandbMetrics(LoggerPlugin):
         _ = logger.experiment  # now, so that what is wrong is known before the first step
         return logger
 
+    def close(self, logger: Any) -> None:
+        """Else the next run of this process would go on with this one."""
+        logger.experiment.finish()
+
     def text(self, logger: Any, name: str, text: str, step: int) -> None:
         """A table of one cell."""
         logger.log_text(name, columns=["text"], data=[[text]])

@@ -13,6 +13,7 @@ That is k · 6 + 4 bytes a token, where logits of 32,000 tokens have 64,000.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
@@ -23,7 +24,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -32,6 +33,7 @@ from fw.api import UserError
 DESCRIPTION = "answers.json"
 _FORMAT = 1
 _PART_TOKENS = 1 << 18
+_END = 1 << 16
 
 
 class Answers(NamedTuple):
@@ -48,13 +50,31 @@ class Answers(NamedTuple):
 
 @dataclass(frozen=True)
 class Asked:
-    """What answers depend on, besides rows."""
+    """What answers depend on, besides rows.
+
+    Attributes:
+        weights: :func:`weights_of`; empty where the teacher is not there any more, which is not compared then.
+    """
 
     teacher: str
+    weights: str
     quantization: str
     temperature: float
     top_k: int
     vocab_size: int
+
+
+def weights_of(directory: Path) -> str:
+    """Tells a teacher's weights from others, without reading all of them: by names, sizes, and both ends of each file."""
+    told = hashlib.sha256()
+    for file in sorted(directory.glob("*.safetensors")):
+        size = file.stat().st_size
+        told.update(f"{file.name} {size}".encode())
+        with file.open("rb") as read:
+            told.update(read.read(_END))
+            read.seek(max(0, size - _END))
+            told.update(read.read(_END))
+    return told.hexdigest()
 
 
 def row_keys(batch: Mapping[str, Tensor]) -> tuple[list[int], list[int]]:
@@ -76,7 +96,7 @@ class AnswerWriter:
     """Adds rows to a directory; what an earlier one has written of the same teacher stays.
 
     Raises:
-        UserError: there are answers of another one, or it cannot be written to.
+        UserError: there are answers of another one, somebody else is writing, or it cannot be written to.
     """
 
     def __init__(self, directory: Path, asked: Asked) -> None:
@@ -84,6 +104,11 @@ class AnswerWriter:
         self.known: set[int] = set()
         try:
             directory.mkdir(parents=True, exist_ok=True)
+            self._lock = (directory / ".lock").open("w")  # until this object goes, also by a kill
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise UserError(f"objective.answers: another process writes to {directory}; wait for it") from None
             if (directory / DESCRIPTION).exists():
                 there = AnswerFiles(directory, asked)
                 self.known = set(there.keys.tolist())
@@ -122,6 +147,11 @@ class AnswerWriter:
         os.replace(hidden, path)
         self._next, self._rows, self._tokens = self._next + 1, [], 0
 
+    def close(self) -> None:
+        """Let others write."""
+        self.flush()
+        self._lock.close()
+
 
 class AnswerFiles:
     """Reads them, row by row, from mapped files.
@@ -138,12 +168,21 @@ class AnswerFiles:
         except (OSError, ValueError):
             raise UserError(f"objective.answers: {path} is not there or cannot be read; make it with fw data teach CONFIG") from None
         for key, own in {"format": _FORMAT, **asdict(asked)}.items():
+            if key == "weights" and not own:
+                continue
+            if key == "weights" and said.get(key) != own:
+                raise UserError(
+                    f"objective.answers: those of {directory} were given by other weights of {asked.teacher}; give another directory"
+                )
             if said.get(key) != own:
                 raise UserError(f"objective.answers: those of {directory} were given with {key}={said.get(key)}, the config means {own}")
         self._parts: list[Any] = []
         keys, places = [np.zeros(0, np.int64)], [np.zeros((0, 3), np.int64)]
         for number, part in enumerate(sorted(directory.glob("part-*.safetensors"))):
-            file = safe_open(part, "pt")
+            try:
+                file = safe_open(part, "pt")
+            except SafetensorError as error:
+                raise UserError(f"objective.answers: {part} is damaged ({error}); remove it, and run fw data teach CONFIG again") from None
             self._parts.append(file)
             ends = file.get_tensor("ends").numpy()
             keys.append(file.get_tensor("keys").numpy())

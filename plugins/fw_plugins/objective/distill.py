@@ -29,7 +29,7 @@ from fw.api import (
     find,
     read_config,
 )
-from fw_plugins.objective.answers import DESCRIPTION, AnswerFiles, Answers, AnswerWriter, Asked, row_keys
+from fw_plugins.objective.answers import DESCRIPTION, AnswerFiles, Answers, AnswerWriter, Asked, row_keys, weights_of
 from fw_plugins.objective.chunked_loss import TokenLoss, add_product, scaled
 
 Teach = Callable[[slice], Tensor | Answers]
@@ -149,12 +149,12 @@ class Distill(ObjectivePlugin):
 
     def answer(self, model: CausalLM, batches: Iterable[Mapping[str, Tensor]]) -> None:
         """The most likely tokens after each of every row; rows that are in the files already are not asked about again."""
-        writer = AnswerWriter(Path(self.config.answers), self._asked(model.vocab_size))
+        writer = AnswerWriter(Path(self.config.answers), self._asked(model.vocab_size, find(self.config.teacher)))
         try:
             for batch in batches:
                 self._ask(model, batch, writer)
         finally:  # what an interrupted pass has found is kept
-            writer.flush()
+            writer.close()
 
     def _ask(self, model: CausalLM, batch: Mapping[str, Tensor], writer: AnswerWriter) -> None:
         keys, lengths = row_keys(batch)
@@ -176,14 +176,18 @@ class Distill(ObjectivePlugin):
         logp_Tk, ids_Tk = logp_TV.topk(self.config.top_k, -1)
         return Answers(ids_Tk, logp_Tk, logp_TV.scatter(-1, ids_Tk, -torch.inf).logsumexp(-1))
 
-    def _asked(self, vocab_size: int) -> Asked:
+    def _asked(self, vocab_size: int, teacher: Path | None = None) -> Asked:
         c = self.config
         if c.top_k >= vocab_size:
             raise UserError(f"objective.top_k: {c.top_k} is not below the {vocab_size} tokens that there are")
-        return Asked(c.teacher, c.quantization, c.temperature, c.top_k, vocab_size)
+        if teacher is None and Path(c.teacher).is_dir():  # a hub's may not be here, nor any other once it has answered
+            teacher = find(c.teacher)
+        return Asked(c.teacher, "" if teacher is None else weights_of(teacher), c.quantization, c.temperature, c.top_k, vocab_size)
 
     def use(self, model: CausalLM) -> None:
         """As the teacher."""
+        if self.config.hidden_weight and not model.shows_hidden_states:
+            raise UserError("objective.hidden_weight: the teacher shows logits and no hidden states; use 0")
         self._teacher = model
 
     def check(self, model: CausalLM, mesh_shape: Mapping[str, int]) -> None:
@@ -195,6 +199,8 @@ class Distill(ObjectivePlugin):
                 raise UserError(f"sharding.{CONTEXT}: answers are looked up by whole rows, of which ranks would have parts; use 1")
             AnswerFiles(Path(self.config.answers), self._asked(model.vocab_size))
         if self.config.hidden_weight:
+            if not model.shows_hidden_states:
+                raise UserError("objective.hidden_weight: this model shows logits and no hidden states (model: hf); use 0")
             own, theirs = _width(model.hf_config()), _width(read_config(find(self.config.teacher)))
             if own != theirs:
                 raise UserError(f"objective.hidden_weight: hidden states of the teacher have {theirs} numbers, this model's {own}; use 0")

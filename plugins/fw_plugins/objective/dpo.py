@@ -65,6 +65,8 @@ class DPO(ObjectivePlugin):
             raise UserError("objective.name: dpo compares with the model without its adapters; choose some, as peft=lora")
         if whole := sorted(set(model.adapters.tensors) - set(model.adapters.added)):
             raise UserError(f"peft.name: {whole[0]} trains itself, so that without adapters the reference is not there; leave it frozen")
+        if model.virtual_tokens:
+            raise UserError("peft.name: virtual tokens stand before a row, which both answers of a pair share; use peft=lora")
         for dimension in (CONTEXT, TENSOR):
             if mesh_shape.get(dimension, 1) > 1:
                 raise UserError(f"sharding.{dimension}: ranks would have parts of an answer, whose likelihood dpo wants; use 1")

@@ -39,6 +39,7 @@ class VirtualTokens(PeftPlugin):
         options: Any = self.config
         model.requires_grad_(False)
         name = self.add(model)
+        model.virtual_tokens = options.tokens
         config = {
             "peft_type": self.peft_type,
             "task_type": "CAUSAL_LM",

@@ -23,7 +23,8 @@ from fw_plugins.quantization.weight_only import WeightOnlyConfig, grouped_layout
 
 @dataclass
 class QATConfig(WeightOnlyConfig):
-    """What weights will be kept as, once they are trained; with the same options `fw quantize --method rtn` makes those codes."""
+    """What weights will be kept as, once they are trained; with the same options `fw quantize --method rtn` makes those codes. In mixed
+    precision `fsdp` and `zero` show layers weights of 16 bits, so that some codes are the next ones there."""
 
     bits: Literal[4, 8] = 4
     """Of a code. No effect on memory while training."""

@@ -93,7 +93,7 @@ class OffloadedOptimizer:
     def _fetch(self, host: Tensor) -> None:
         """Read a parameter's state in large pieces; the update would page by page, amid its computation."""
         for memory in self._mapped.get(host, ()):
-            with disk_transfer(FROM_DISK, len(memory), self._directory), suppress(OSError):  # Linux before 5.14 has no way to
+            with suppress(OSError), disk_transfer(FROM_DISK, len(memory), self._directory):  # Linux before 5.14 has no way to
                 memory.madvise(_POPULATE_WRITE)
 
     @property
