@@ -47,21 +47,8 @@ def test_what_is_written_trains(base: Path, task: str) -> None:
 
 
 def test_pretraining_a_preset_on_a_gpu_that_is_not_here(workspace: Path) -> None:
-    fw(
-        "init",
-        "--task",
-        "pretrain",
-        "--model",
-        "gpt2",
-        "--device",
-        "rtx4090",
-        "--data",
-        "corpus.txt",
-        "--to",
-        "mine.yaml",
-        "--length",
-        "256",
-    ).ok()
+    where = ["--device", "rtx4090", "--data", "corpus.txt", "--to", "mine.yaml", "--length", "256"]
+    fw("init", "--task", "pretrain", "--model", "gpt2", *where, timeout=900).ok()  # some forty plans
     config = yaml.safe_load(Path("mine.yaml").read_text())
     assert config["data"]["files"] == ["corpus.txt"] and config["launch"]["accelerator"] == "cuda"
     stand_in = "data={name: synthetic, vocab_size: 32000}"

@@ -10,6 +10,7 @@ import pytest
 from conftest import REPOSITORY
 from fw.config import load
 from fw.recipe import resolve
+from fw.server.settings import settings
 
 CONFIGS = sorted((REPOSITORY / "configs").rglob("*.yaml"))
 
@@ -26,12 +27,14 @@ BASE = {
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
 def test_resolves(config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    base = tmp_path / "runs" / "quickstart"  # what configs begin from that fine-tune
-    base.mkdir(parents=True)
-    (base / "config.json").write_text(json.dumps(BASE))
+    for base in ("runs/quickstart", "runs/quickstart/checkpoints/latest", "shallow"):  # what configs begin from that fine-tune
+        (tmp_path / base).mkdir(parents=True, exist_ok=True)
+        (tmp_path / base / "config.json").write_text(json.dumps(BASE))
     monkeypatch.chdir(tmp_path)
-    recipe = resolve(load(config))
-    assert recipe.accumulation >= 1
+    if "serve" in load(config).tree:
+        assert settings(str(config), []).serve.max_queue > 0
+    else:
+        assert resolve(load(config), starts=False).accumulation >= 1
 
 
 def test_there_are_some():
