@@ -24,6 +24,21 @@ launch: {{accelerator: cpu}}
 """
 
 
+def small_configs() -> dict[str, Any]:
+    """One of each architecture that attends in a way of its own."""
+    transformers = pytest.importorskip("transformers")
+    return {
+        "llama": transformers.LlamaConfig(**SIZES, num_key_value_heads=2),
+        "qwen3": transformers.Qwen3Config(**SIZES, num_key_value_heads=2, head_dim=16),
+        "gemma2": transformers.Gemma2Config(**SIZES, num_key_value_heads=2, head_dim=8, sliding_window=6),
+        "gemma3": transformers.Gemma3TextConfig(**SIZES, num_key_value_heads=2, head_dim=8, sliding_window=6),
+        "mixtral": transformers.MixtralConfig(**SIZES, num_key_value_heads=2, num_local_experts=4),
+        "gpt2": transformers.GPT2Config(
+            vocab_size=40, n_embd=32, n_layer=2, n_head=4, n_positions=32, embd_pdrop=0, attn_pdrop=0, resid_pdrop=0
+        ),
+    }
+
+
 def base_in(directory: Path, config: Any) -> Any:
     """A model with random weights, written to ``base``."""
     transformers = pytest.importorskip("transformers")

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from fw.api import Init, UserError
-from fw_models.decoder import Decoder, DecoderConfig, check_layer_types
+from fw_models.decoder import Decoder
+from fw_models.decoder_config import DecoderConfig, check_layer_types
 from fw_models.hf_config import HFNames, read_rope
 from fw_models.layers import Angles, Attention, AttentionShape, GatedMLP, ShiftedRMSNorm
 

@@ -8,7 +8,8 @@ from typing import ClassVar
 
 from torch import nn
 
-from fw_models.decoder import Block, Decoder, DecoderConfig
+from fw_models.decoder import Block, Decoder
+from fw_models.decoder_config import DecoderConfig
 from fw_models.hf_config import HFNames, read_rope
 from fw_models.layers import Attention, AttentionShape, GatedMLP
 

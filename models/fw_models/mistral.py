@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fw_models.decoder import Decoder, DecoderConfig
+from fw_models.decoder import Decoder
+from fw_models.decoder_config import DecoderConfig
 from fw_models.hf_config import HFNames, read_rope
 
 

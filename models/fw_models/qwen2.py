@@ -6,7 +6,8 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from fw_models.decoder import Decoder, DecoderConfig, check_layer_types, full_windows
+from fw_models.decoder import Decoder
+from fw_models.decoder_config import DecoderConfig, check_layer_types, full_windows
 from fw_models.hf_config import HFNames, read_rope
 from fw_models.layers import AttentionShape
 

@@ -33,6 +33,13 @@ def labels() -> Tensor:
     return found
 
 
+def mixed(z: Tensor, divergence: Tensor, weight: float, temperature: float) -> Tensor:
+    """Hinton et al. 2015, section 2, of the student's logits and each token's divergence, summed over those that are learnt."""
+    there = labels() != IGNORED
+    entropy = -(z.softmax(-1).log().gather(-1, labels().clamp(min=0)[..., None])[..., 0] * there).sum()
+    return weight * temperature**2 * (divergence * there).sum() + (1 - weight) * entropy
+
+
 def of_transformers(pair: Path) -> list[torch.nn.Module]:
     """Student and teacher as it reads them."""
     transformers = pytest.importorskip("transformers")

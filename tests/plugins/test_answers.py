@@ -21,7 +21,7 @@ from fw.kinds.data import IGNORED
 from fw.recipe import resolve
 from fw_plugins.objective.answers import AnswerFiles, AnswerWriter, row_keys
 from fw_plugins.objective.distill import Distill, DistillConfig
-from plugins.taught import IDS, VOCABULARY, labels, make_pair, of_transformers
+from plugins.taught import IDS, VOCABULARY, labels, make_pair, mixed, of_transformers
 
 pytest.importorskip("transformers")
 
@@ -49,10 +49,7 @@ def by_hand(pair: Path, weight: float, temperature: float, top_k: int) -> tuple[
         p = torch.cat([p[..., :top_k], p[..., top_k:].sum(-1, keepdim=True)], -1)
     q = (z / temperature).softmax(-1).gather(-1, chosen)
     q = torch.cat([q[..., :top_k], q[..., top_k:].sum(-1, keepdim=True)], -1)
-    there = labels() != IGNORED
-    divergence = ((p * (p.log() - q.log())).sum(-1) * there).sum()
-    entropy = -(z.softmax(-1).log().gather(-1, labels().clamp(min=0)[..., None])[..., 0] * there).sum()
-    loss = weight * temperature**2 * divergence + (1 - weight) * entropy
+    loss = mixed(z, (p * (p.log() - q.log())).sum(-1), weight, temperature)
     loss.backward()
     return float(loss), {name: parameter.grad for name, parameter in student.named_parameters()}
 

@@ -17,7 +17,7 @@ from fw.errors import UserError
 from fw.kinds.data import IGNORED
 from fw.recipe import resolve
 from fw_plugins.objective.distill import Distill, DistillConfig
-from plugins.taught import IDS, labels, make_pair, of_transformers
+from plugins.taught import IDS, labels, make_pair, mixed, of_transformers
 
 pytest.importorskip("transformers")
 
@@ -34,10 +34,7 @@ def by_hand(pair: Path, weight: float, temperature: float) -> tuple[float, dict[
     with torch.no_grad():
         p = (teacher(IDS).logits / temperature).softmax(-1)
     q = (z / temperature).softmax(-1)
-    there = labels() != IGNORED
-    divergence = ((p * (p.log() - q.log())).sum(-1) * there).sum()
-    entropy = -(z.softmax(-1).log().gather(-1, labels().clamp(min=0)[..., None])[..., 0] * there).sum()
-    loss = weight * temperature**2 * divergence + (1 - weight) * entropy
+    loss = mixed(z, (p * (p.log() - q.log())).sum(-1), weight, temperature)
     loss.backward()
     return float(loss), {name: parameter.grad for name, parameter in student.named_parameters()}
 

@@ -10,22 +10,12 @@ import torch
 from safetensors.torch import load_file
 
 import fw
-from adapting import IDS, SIZES, base_in, checkpoint, run
+from adapting import IDS, base_in, checkpoint, run, small_configs
 from fw.kinds.peft import without_adapters
 
 peft = pytest.importorskip("peft")
-transformers = pytest.importorskip("transformers")
 
-CONFIGS = {
-    "llama": transformers.LlamaConfig(**SIZES, num_key_value_heads=2),
-    "qwen3": transformers.Qwen3Config(**SIZES, num_key_value_heads=2, head_dim=16),
-    "gemma2": transformers.Gemma2Config(**SIZES, num_key_value_heads=2, head_dim=8, sliding_window=6),
-    "gemma3": transformers.Gemma3TextConfig(**SIZES, num_key_value_heads=2, head_dim=8, sliding_window=6),
-    "mixtral": transformers.MixtralConfig(**SIZES, num_key_value_heads=2, num_local_experts=4),
-    "gpt2": transformers.GPT2Config(
-        vocab_size=40, n_embd=32, n_layer=2, n_head=4, n_positions=32, embd_pdrop=0, attn_pdrop=0, resid_pdrop=0
-    ),
-}
+CONFIGS = small_configs()
 TOKENS = 3
 PREFIX = {"name": "prefix", "tokens": TOKENS}
 

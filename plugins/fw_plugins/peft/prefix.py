@@ -8,26 +8,19 @@ from typing import Any, ClassVar
 
 from fw.api import CausalLM, PeftPlugin
 from fw_plugins.peft.changed import refuse_unknown
-from fw_plugins.peft.virtual import SAID_BY_THE_MODEL, VirtualTokens, check_options
+from fw_plugins.peft.virtual import SAID_BY_THE_MODEL, VirtualTokens, VirtualTokensConfig
 
 _BEGINNING = {"init_weights", "encoder_hidden_size", "prefix_projection"}
 """A network that made keys and values while peft trained; its files hold what it made last."""
 
 
 @dataclass
-class PrefixConfig:
+class PrefixConfig(VirtualTokensConfig):
     """How many virtual tokens, and how their keys and values begin."""
 
     tokens: int = 20
     """Virtual tokens whose keys and values every token of a sequence sees, in every block: 2 · blocks · width of keys each, which train.
     Attention takes as many tokens more; the rest of a block does not."""
-    std: float = 0.02
-    """Standard deviation of their initial values. No effect on memory."""
-    adapter: str = ""
-    """Directory of an adapter to begin from, of fw's or peft's; empty for a new one."""
-
-    def __post_init__(self) -> None:
-        check_options(self.tokens, self.std)
 
 
 class Prefix(VirtualTokens):

@@ -8,25 +8,18 @@ from typing import Any, ClassVar
 
 from fw.api import CausalLM, PeftPlugin
 from fw_plugins.peft.changed import refuse_unknown
-from fw_plugins.peft.virtual import SAID_BY_THE_MODEL, VirtualTokens, check_options
+from fw_plugins.peft.virtual import SAID_BY_THE_MODEL, VirtualTokens, VirtualTokensConfig
 
 _BEGINNING = {"prompt_tuning_init", "prompt_tuning_init_text", "tokenizer_name_or_path", "tokenizer_kwargs", "random_init"}
 
 
 @dataclass
-class PromptConfig:
+class PromptConfig(VirtualTokensConfig):
     """How many virtual tokens, and how they begin."""
 
     tokens: int = 20
     """Virtual tokens before every sequence. Each is as wide as the model, and takes what a token takes in every step: activations grow by
     tokens / sequence length."""
-    std: float = 0.02
-    """Standard deviation of their initial embeddings. No effect on memory."""
-    adapter: str = ""
-    """Directory of an adapter to begin from, of fw's or peft's; empty for a new one."""
-
-    def __post_init__(self) -> None:
-        check_options(self.tokens, self.std)
 
 
 class Prompt(VirtualTokens):

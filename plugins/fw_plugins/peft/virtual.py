@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from fw.api import Adapters, CausalLM, HFTensor, Init, PeftPlugin, StepSpec, UserError
@@ -13,9 +14,28 @@ SAID_BY_THE_MODEL = {"token_dim", "num_layers", "num_attention_heads", "num_tran
 """Of ``adapter_config.json``."""
 
 
-class VirtualTokens(PeftPlugin):
-    """Options: ``tokens``, ``std`` and ``adapter``."""
+@dataclass
+class VirtualTokensConfig:
+    """How many virtual tokens, and how they begin."""
 
+    tokens: int = 20
+    """Virtual tokens before every sequence."""
+    std: float = 0.02
+    """Standard deviation of their initial values. No effect on memory."""
+    adapter: str = ""
+    """Directory of an adapter to begin from, of fw's or peft's; empty for a new one."""
+
+    def __post_init__(self) -> None:
+        if self.tokens < 1:
+            raise UserError(f"peft.tokens: {self.tokens} is too small; the least is 1")
+        if self.std < 0:
+            raise UserError(f"peft.std: {self.std} is negative")
+
+
+class VirtualTokens(PeftPlugin):
+    """One parameter of the model trains, of as many rows as there are virtual tokens."""
+
+    config: VirtualTokensConfig
     peft_type: ClassVar[str]
 
     @abstractmethod
@@ -36,7 +56,7 @@ class VirtualTokens(PeftPlugin):
 
     def apply(self, model: CausalLM) -> Adapters:
         """One parameter."""
-        options: Any = self.config
+        options = self.config
         model.requires_grad_(False)
         name = self.add(model)
         model.virtual_tokens = options.tokens
@@ -53,15 +73,3 @@ class VirtualTokens(PeftPlugin):
         because = "virtual tokens stand before whole sequences"
         init: Mapping[str, Init] = {name: Init(std=options.std)}
         return Adapters(init, {name: HFTensor("prompt_embeddings")}, config, {}, begun, because, undecayed=frozenset(init))
-
-
-def check_options(tokens: int, std: float) -> None:
-    """Of both.
-
-    Raises:
-        UserError: one that cannot be.
-    """
-    if tokens < 1:
-        raise UserError(f"peft.tokens: {tokens} is too small; the least is 1")
-    if std < 0:
-        raise UserError(f"peft.std: {std} is negative")
