@@ -7,6 +7,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+import torch
 
 import fw as package
 from conftest import fw
@@ -39,12 +40,15 @@ def test_ranks_and_devices_that_are_not_here(workspace: Path) -> None:
 
 
 def test_measured_beside_planned_and_both_twice(workspace: Path) -> None:
+    """What the caller's process holds besides is not the run's."""
+    own = torch.ones(1 << 20)
     measured = package.profile("tiny.yaml", *SYNTHETIC, steps=2, timed=1, trace="trace")
     again = package.profile("tiny.yaml", *SYNTHETIC, steps=2, timed=0)
     planned = package.plan("tiny.yaml", *SYNTHETIC)
     assert measured.how == again.how == "measured" and Path("trace/step-time.json").is_file()
     for found in (measured, again):
         assert found.largest.allocated_peak == pytest.approx(planned.largest.allocated_peak, abs=1024)
+    assert own.sum() == 1 << 20
     assert "operators that take longest" in repr(measured) and "measured" in _frames(measured._repr_html_())[0]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bisect
 import functools
-import gc
 import sysconfig
 from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager
@@ -13,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from fw.meter.account import Block, History, Recorder, Rules, Site, is_given
 from fw.meter.allocator_trace import as_recorded, recorded
+from fw.meter.earlier import Earlier, in_one_piece
 from fw.meter.events import Event
 
 
@@ -30,11 +30,12 @@ class Allocations(Recorder):
         marks: by name, at the time of :meth:`mark`.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, earlier: Earlier | None = None) -> None:
         self.peak_bytes = 0
         self.left_bytes = 0
         self.marks: dict[str, int] = {}
         self._device = device
+        self._earlier = {} if earlier is None else earlier.still(device)
         self._before = 0
         self._history = History()
         self._named: list[tuple[str, frozenset[int]]] = []
@@ -44,7 +45,8 @@ class Allocations(Recorder):
 
     def began(self) -> None:
         """Of a GPU, what its allocator has given out by now."""
-        self._before = torch.cuda.memory_allocated(self._device) if self._device.type == "cuda" else 0
+        if self._device.type == "cuda":
+            self._before = torch.cuda.memory_allocated(self._device) - sum(self._earlier.values())
 
     def mark(self, name: str) -> None:
         """Remember how much is allocated now."""
@@ -61,11 +63,12 @@ class Allocations(Recorder):
             # Else it lies in a file or is another library's.
             if tensor.device.type == self._device.type and storage.nbytes() and storage.resizable():
                 address = storage.data_ptr()
-                self._known.setdefault(address, Block(storage.nbytes(), category, address=address))
+                if address not in self._earlier:
+                    self._known.setdefault(address, Block(storage.nbytes(), category, address=address))
 
     def known_rest(self, category: str) -> None:
         """Of every tensor Python knows of whose memory is one allocation."""
-        self.known(category, [t for t in gc.get_objects() if type(t) in (Tensor, nn.Parameter) and t.layout == torch.strided])
+        self.known(category, list(in_one_piece()))
 
     def name(self, category: str, tensors: Iterable[Tensor]) -> None:
         """By their addresses now."""
@@ -140,16 +143,19 @@ _ENTER = "fw.meter.enter:"
 
 
 @contextmanager
-def allocations(device: torch.device, rules: Rules | None = None, lines: bool = False) -> Iterator[Allocations]:
+def allocations(
+    device: torch.device, rules: Rules | None = None, lines: bool = False, earlier: Earlier | None = None
+) -> Iterator[Allocations]:
     """Record allocations on ``device`` while the context is open; what it gives is filled at the end.
 
     The sums are of what was asked for, in the order of time: no rounding, no caching (profile_memory of torch.profiler).
 
     Args:
         lines: whether each is to know the line of Python that made it; the program is several times slower.
+        earlier: what the process had before, and is left out.
     """
     rules = rules or Rules()
-    found = Allocations(device)
+    found = Allocations(device, earlier)
     # Shapes come with addresses, which say what is converted and what is exchanged.
     how: dict[str, Any] = {"profile_memory": True, "record_shapes": rules != Rules(), "with_stack": lines, "acc_events": True}
     with recorded(device) as entries, profile(activities=[ProfilerActivity.CPU], **how) as record:

@@ -15,6 +15,7 @@ from fw.kinds.checkpoint import Reader
 from fw.kinds.data import Corpus, Rows
 from fw.kinds.precision import PrecisionPolicy
 from fw.meter.allocations import allocations
+from fw.meter.earlier import Earlier
 from fw.meter.leaks import LeakCheck
 from fw.meter.memory import HostPeak, malloc_in_use_bytes, peak_memory_bytes
 from fw.meter.operators import StepTrace
@@ -86,6 +87,8 @@ class TrainingModule(pl.LightningModule):
         """Of this process."""
         self.before_bytes = 0
         """Of host memory in use when there was no model yet."""
+        self.earlier: Earlier | None = None
+        """What the process had before the run, which is not measured."""
         self._rows = rows
         self._vocab_size = vocab_size
         self._checkpoint = checkpoint
@@ -197,7 +200,7 @@ class TrainingModule(pl.LightningModule):
 
     def _measured_step(self, batch: Batch, step: int) -> None:
         self.last = None  # what the step frees must not be from before it, which its recording would not know
-        recording = partial(allocations, lines=self.leaks.suspects)
+        recording = partial(allocations, lines=self.leaks.suspects, earlier=self.earlier)
         made, device = self.assembly, self.strategy.root_device
         self._follower = meter = StepMeter(made.stepper, made.model.blocks, device, recording, made.beside_weights)
         inputs = [tensor for micro in batch.micro_batches for tensor in micro.values()]

@@ -23,6 +23,7 @@ from fw.launching import outcome
 from fw.launching.network import use_interface
 from fw.launching.peers import peer_error
 from fw.launching.stacks import Watch, answer_when_asked
+from fw.meter.earlier import Earlier
 from fw.meter.energy import Energy
 from fw.meter.flops import peak_flops
 from fw.meter.memory import take_workspaces
@@ -60,6 +61,7 @@ def train_rank(recipe: Recipe, world: World, files: Mapping[str, str]) -> Ending
         UserError: the input is wrong.
         RunError: the run failed.
     """
+    earlier = Earlier()
     _quiet()
     _end_with_parent()
     device = device_of(recipe, world)
@@ -77,13 +79,20 @@ def train_rank(recipe: Recipe, world: World, files: Mapping[str, str]) -> Ending
         check_same_run(recipe, strategy.ranks)
         holds = world.is_first and not outcome.launched_by_fw()  # else the launching process does
         with held(recipe.run_dir) if holds else nullcontext(), deterministic(recipe.train.deterministic, device):
-            return _train_joined(recipe, world, strategy, corpus, batches, vocab_size, files)
+            return _train_joined(recipe, world, strategy, earlier, corpus, batches, vocab_size, files)
     finally:
         leave()
 
 
 def _train_joined(
-    recipe: Recipe, world: World, strategy: MeshStrategy, corpus: Corpus, batches: Batches, vocab_size: int, files: Mapping[str, str]
+    recipe: Recipe,
+    world: World,
+    strategy: MeshStrategy,
+    earlier: Earlier,
+    corpus: Corpus,
+    batches: Batches,
+    vocab_size: int,
+    files: Mapping[str, str],
 ) -> Ending:
     device = strategy.root_device
     checkpoint = resume.find(recipe, corpus, strategy.ranks, say if world.is_first else say_nothing)
@@ -114,6 +123,7 @@ def _train_joined(
     stop = StopRequest(recipe.checkpoint.config.grace, lambda: _give_up(recipe, saver, world.is_first))
     answer_when_asked()
     module = TrainingModule(recipe, corpus, batches.rows, vocab_size, checkpoint, stop)
+    module.earlier = earlier
     module.before_update = saver.before_update
     module.nonfinite = Nonfinite(recipe, saver, strategy.ranks, progress.say)
     if not outcome.launched_by_fw() and world.local_rank == 0:  # else the launching process has prepared this host
