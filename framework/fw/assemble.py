@@ -23,9 +23,10 @@ from fw.kinds.data import Rows
 from fw.kinds.model import Adapters, CausalLM, Give, Init, ModelPlugin
 from fw.kinds.offload import OffloadPolicy
 from fw.kinds.quantization import QuantizationPlugin
-from fw.kinds.sharding import Stepper, StepSpec
+from fw.kinds.sharding import REPLICATE, Stepper, StepSpec
 from fw.locate import find
 from fw.meter.flops import ModelFlops
+from fw.pretrained.in_files import bring_ahead, frozen_in_files
 from fw.recipe import Recipe
 
 
@@ -47,7 +48,9 @@ class Assembly:
     @property
     def beside_weights(self) -> list[Tensor]:
         """What this rank keeps of it."""
-        return [] if self.beside is None else [local_part(parameter.detach())[0] for parameter in self.beside.parameters()]
+        if self.beside is None:
+            return []
+        return [local_part(p.detach())[0] for name, p in self.beside.named_parameters() if name not in self.beside.in_files]
 
 
 @dataclass(frozen=True)
@@ -88,6 +91,9 @@ def assemble(
     built = build(recipe, vocab_size, mesh, device, rows)
     give = values(built.model, recipe.train.seed, checkpoint, recipe.model.weights)
     made = start(recipe, built, mesh, device, give, None if built.beside is None else beside_values(recipe, built.beside))
+    for model in (made.model, made.beside):
+        if model is not None:
+            bring_ahead(model)
     if checkpoint is not None:
         made.stepper.load_optimizer_tensors(checkpoint.optimizer(made.stepper.placements()))
         if isinstance(made.stepper, AveragedWeights):
@@ -104,6 +110,7 @@ def build(recipe: Recipe, vocab_size: int, mesh: DeviceMesh | None, device: torc
         flops = ModelFlops.of(model, recipe.train.sequence_length)
         _change(model, recipe, spec)
         flops = flops.with_adapters(model)
+    model.in_files = _in_files(model, recipe, spec.offload)
     recipe.sharding.parallelize(model, mesh)
     recipe.precision.convert(model, device)
     recipe.activation.apply(model, spec, recipe.train.sequence_length)
@@ -132,12 +139,17 @@ def start(
     if (beside := built.beside) is not None:
         beside.materialise(device)
         if give_beside is not None:
-            give_beside(beside.stored())
+            _but_files(beside, give_beside)(beside.stored())
         recipe.objective.use(beside)
-    stepper = recipe.sharding.start(built.model, mesh, built.spec, device, give)
+    stepper = recipe.sharding.start(built.model, mesh, built.spec, device, _but_files(built.model, give))
     if recipe.train.ema_decay:
         stepper = AveragedWeights(stepper, recipe.train.ema_decay)
     return Assembly(built.model, stepper, built.vocab_size, built.flops, beside)
+
+
+def _but_files(model: CausalLM, give: Give) -> Give:
+    """What lies in files has its values."""
+    return lambda tensors: give({name: tensor for name, tensor in tensors.items() if name not in model.in_files})
 
 
 def build_beside(recipe: Recipe, vocab_size: int, spec: StepSpec, attention: AttentionPlugin) -> CausalLM | None:
@@ -159,7 +171,23 @@ def build_beside(recipe: Recipe, vocab_size: int, spec: StepSpec, attention: Att
         model = plugin.build(vocab_size, recipe.train.sequence_length, attention)
         model.quantized, model.quantization = quantization.apply(model, spec.precision.compute), quantization
         model.to(spec.precision.compute)
-    return model.requires_grad_(False).eval()
+    model.requires_grad_(False)
+    if wanted.in_files:
+        model.in_files = frozen_in_files(model, directory, whole_in_files(recipe, spec.device_type))
+    return model.eval()
+
+
+def whole_in_files(recipe: Recipe, device_type: str) -> OffloadPolicy:
+    """That a model which the objective computes with stays in its files.
+
+    Raises:
+        UserError: ranks divide it, or it computes on a GPU.
+    """
+    if device_type != "cpu":
+        raise UserError("objective.offload: nvme leaves weights in the model's files for a CPU so far; leave it out")
+    if set(recipe.mesh_shape) - {REPLICATE}:
+        raise UserError("objective.offload: nvme leaves whole matrices in the model's files; use sharding=ddp, whose ranks read the same")
+    return OffloadPolicy(params="nvme")
 
 
 def beside_values(recipe: Recipe, model: CausalLM) -> Give:
@@ -172,6 +200,23 @@ def beside_values(recipe: Recipe, model: CausalLM) -> Give:
     assert wanted is not None
     filling = weights_for(weights_of(find(wanted.path)), model)
     return quantizing(filling, model, filling.codes)
+
+
+def _in_files(model: CausalLM, recipe: Recipe, policy: OffloadPolicy) -> Mapping[str, Tensor]:
+    """Frozen matrices that stay in the files of the directory which training begins from; none without such a policy.
+
+    Raises:
+        UserError: nothing is frozen, or it cannot stay there.
+    """
+    if not policy.params_in_files:
+        return {}
+    if model.adapters is None:
+        raise UserError(
+            "offload.params: nvme leaves frozen weights in the model's files, and all of this model trains: set peft, or offload.path, a"
+            " directory on the disk"
+        )
+    assert recipe.model.weights is not None
+    return frozen_in_files(model, recipe.model.weights, policy)
 
 
 def undivided(recipe: Recipe, vocab_size: int) -> CausalLM:
@@ -199,6 +244,7 @@ def check(recipe: Recipe, vocab_size: int, device: torch.device, rows: Rows | No
         spec = recipe.step_spec(device, rows)
         with torch.device("meta"):
             _change(model, recipe, spec)
+        _in_files(model, recipe, spec.offload)
         for plugin in (recipe.precision, recipe.sharding, recipe.activation):
             plugin.check(model, recipe.mesh_shape, spec, recipe.train.sequence_length)
         recipe.peft.check(model, spec)

@@ -217,7 +217,7 @@ class HFCausalLM(CausalLM):
         kept = [*(twin._keep_in_fp32_modules or ()), *(twin._keep_in_fp32_modules_strict or ())]
         if dtype != torch.float32 and any(part in name for part in kept for name, _ in self.hf.named_parameters()):
             raise UserError(f"{type(self.hf).__name__} keeps {', '.join(kept)} in fp32; keep parameters in fp32 (precision: bf16)")
-        self.to_empty(device=device)
+        super().materialise(device)
         self.hf.tie_weights()
         for name, value in twin.named_buffers():
             module, _, leaf = name.rpartition(".")

@@ -101,7 +101,7 @@ def test_tied_weights_are_used_where_they_lie(tmp_path):
         ({"params": "cpu"}, {}, "offload.params: cpu is where the model computes; nvme leaves weights in their files"),
         (FROM_FILES, {"weights": "w8a8"}, "inference.weights: w8a8 makes codes, which are in no file; with offload.params use auto"),
         ({**FROM_FILES, "budget": "100B"}, {}, r"offload.budget: 100 B, and .* of weights cannot stay in the files"),
-        ({**FROM_FILES, "budget": "1KiB"}, {"dtype": "fp32"}, "in the dtype of the model; raise it"),
+        ({**FROM_FILES, "budget": "1KiB"}, {"dtype": "fp32"}, r"as the model computes with it \(here in float32\), and .* holds none so"),
         ({**FROM_FILES, "modules": ["nowhere"]}, {}, "offload.modules: no parameter of the model is in 'nowhere'"),
         ({**FROM_FILES, "path": "x"}, {}, "offload.path: weights stay in the files they are in; leave it out"),
         ({"optimizer": "cpu"}, {}, "offload.optimizer: generating has none that are kept; leave it out"),

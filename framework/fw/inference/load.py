@@ -17,7 +17,6 @@ from fw.errors import UserError
 from fw.inference.draft import DraftModel
 from fw.inference.engine import Engine, Reads
 from fw.inference.options import Sampling
-from fw.inference.packing import bring_ahead
 from fw.inference.prepare import OverCache, Prepared, base_of, device_of, prepare
 from fw.inference.ranks import First
 from fw.inference.speculation import Guesser, PromptLookup
@@ -26,6 +25,7 @@ from fw.kernels.linear import PackedLinear
 from fw.kernels.threads import alone
 from fw.kinds.model import CausalLM
 from fw.locate import ADAPTER_CONFIG, inside
+from fw.pretrained.in_files import bring_ahead
 from fw.recipe.inference import InferenceRecipe
 from fw.tokenizer import Tokenizer, load_tokenizer
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from fw.checkpointing.pages import coming
 from fw.errors import UserError
 from fw.kernels import gpu_linear
 from fw.kernels.grouped import GroupedCodes, GroupedLinear
@@ -81,22 +78,3 @@ def _codes(layer: nn.Module) -> GroupedCodes | None:
     ask = getattr(layer, _CODES, None)
     found = None if ask is None else ask()
     return found if isinstance(found, GroupedCodes) and GroupedLinear.takes(found) else None
-
-
-def bring_ahead(model: CausalLM) -> None:
-    """While a block computes, what the next one has in files is read, where it is not in memory; before the last one, the first's."""
-    mapped = {tensor.data_ptr() for tensor in model.in_files.values()}
-    if not mapped:
-        return
-    of_block = [[tensor for tensor in chain(block.parameters(), block.buffers()) if tensor.data_ptr() in mapped] for block in model.blocks]
-    for block, following in zip(model.blocks, [*of_block[1:], of_block[0]], strict=True):
-        block.register_forward_pre_hook(_Bring(following))
-
-
-class _Bring:
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._tensors = tensors
-
-    def __call__(self, _module: nn.Module, _args: tuple[Any, ...]) -> None:
-        for tensor in self._tensors:
-            coming(tensor)

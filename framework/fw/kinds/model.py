@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from fw.errors import UserError
 from fw.kinds.attention import AttentionPlugin
+from fw.kinds.in_files import left_out
 from fw.kinds.tensor_plan import TensorPlan
 from fw.registry import Plugin
 
@@ -212,7 +213,8 @@ class CausalLM(nn.Module):
     """That ``peft`` has put before every sequence."""
 
     in_files: Mapping[str, Tensor] = MappingProxyType({})
-    """Parameters that lie in mapped files, by name: nobody writes to them, and reading them may have to wait for a disk."""
+    """Parameters that lie in mapped files, by name, chosen before the model leaves the meta device: nobody writes to them, and reading them
+    may have to wait for a disk."""
 
     @property
     @abstractmethod
@@ -336,8 +338,10 @@ class CausalLM(nn.Module):
         return sum(p.numel() for p in self.parameters())
 
     def materialise(self, device: torch.device) -> None:
-        """Leave the meta device: storage for every parameter and buffer on ``device``. Values of parameters come afterwards."""
-        self.to_empty(device=device)
+        """Leave the meta device: storage for every buffer and parameter on ``device``, whose values come afterwards; parameters in files
+        are there."""
+        with left_out(self, self.in_files):
+            self.to_empty(device=device)
 
     def stored(self) -> dict[str, Tensor]:
         """What has a value to keep, by the model's own names: parameters, those of adapters too, and buffers that training may change."""

@@ -21,11 +21,13 @@ class Beside:
         path: its directory, a run, or ``org/name`` of the hub.
         quantization: a plugin for its weights, by name.
         option: that says so, for who is told what is wrong.
+        in_files: whether its matrices stay in its files, mapped.
     """
 
     path: str
     quantization: str
     option: str
+    in_files: bool = False
 
 
 class ObjectivePlugin(Plugin):

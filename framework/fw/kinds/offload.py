@@ -21,8 +21,8 @@ class OffloadPolicy:
 
     Attributes:
         path: directory for what lives on ``nvme``; None where nothing does, or in files that are there.
-        budget: bytes of parameters that stay on the device although ``params`` says otherwise; None for none.
-        modules: patterns of names, of the parameters that may leave; none for all.
+        budget: bytes of parameters that are in memory although ``params`` leaves them in files; None for what cannot stay there.
+        modules: patterns of names, of the parameters that may stay there; none for all.
     """
 
     optimizer: Tier = "device"
@@ -32,6 +32,11 @@ class OffloadPolicy:
     path: Path | None = None
     budget: int | None = None
     modules: tuple[str, ...] = ()
+
+    @property
+    def params_in_files(self) -> bool:
+        """Whether parameters stay in the files of the model's own directory."""
+        return self.params == "nvme" and self.path is None
 
     @property
     def nothing(self) -> bool:

@@ -89,6 +89,9 @@ def shapes(tensors: Mapping[str, Tensor | Kept]) -> Shapes:
 
 
 def _start(recipe: Recipe, built: Built, mesh: DeviceMesh | None, device: torch.device, ledger: Ledger, initial: bool) -> Assembly:
+    for model in (built.model, built.beside):
+        if model is not None:
+            model.in_files = {name: ledger.in_a_file(tensor) for name, tensor in model.in_files.items()}
     give = filling(built.model, recipe.model.weights, ledger, initial)
     wanted = recipe.objective.beside
     beside = None if built.beside is None or wanted is None else filling(built.beside, Path(wanted.path), ledger, initial=False)

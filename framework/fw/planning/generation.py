@@ -44,7 +44,7 @@ from fw.planning.around_steps import filling, highest, read_bytes
 from fw.planning.ledger import Ledger
 from fw.planning.plan import host_memory
 from fw.pretrained.division import Division
-from fw.pretrained.in_files import choose_in_files, left_out
+from fw.pretrained.in_files import choose_in_files
 from fw.pretrained.load import structure
 from fw.recipe.inference import InferenceRecipe
 
@@ -246,10 +246,8 @@ class _Reader:
                 staying = choose_in_files(model, weights_for(weights_of(weights), model), offload)
             if division is not None:
                 division.cut(model)
-        staying = {name: self._ledger.in_a_file(tensor) for name, tensor in staying.items()}
-        with left_out(model, staying):
-            model.materialise(device)
-        model.in_files = staying
+        model.in_files = staying = {name: self._ledger.in_a_file(tensor) for name, tensor in staying.items()}
+        model.materialise(device)
         filling(model, weights, self._ledger, initial=False)({n: t for n, t in model.stored().items() if n not in staying})
         self._found.name(WEIGHTS, model.parameters())
         self.read_bytes += read_bytes(model, weights) - sum(tensor.nbytes for tensor in staying.values())

@@ -3,13 +3,18 @@ them in its cache it gives up when others need it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
+from itertools import chain
+from pathlib import Path
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from fw.checkpointing.tensor_files import Filling
+from fw.checkpointing.pages import coming
+from fw.checkpointing.quantized_files import weights_of
+from fw.checkpointing.tensor_files import Filling, weights_for
 from fw.config import format_size
 from fw.errors import UserError
 from fw.kinds.model import CausalLM, HFTensor
@@ -19,17 +24,23 @@ from fw.kinds.offload import OffloadPolicy
 def found_in_files(model: CausalLM, filling: Filling) -> dict[str, Tensor]:
     """Views into the mapped files, by the model's own names: of matrices that are there as the model has them."""
     found = {}
+    for name, of in _matrices(model).items():
+        mapped = filling.files.mapped(filling.names[of.name])
+        if mapped is not None and mapped.dtype == model.stored()[name].dtype:
+            found[name] = mapped.t() if of.transposed else mapped
+    return found
+
+
+def _matrices(model: CausalLM) -> dict[str, HFTensor]:
+    """What files call those they hold each by itself, by the model's own names; neither codes nor adapters."""
+    found = {}
     codes = {name for weight in model.quantized.values() for name in weight.kept}
     added = model.adapters.added if model.adapters is not None else {}
     for name, tensor in model.stored().items():
         of = model.hf_tensors(name)
-        if tensor.ndim != 2 or name in codes or name in added or len(of) != 1:
-            continue
-        if of[0] != HFTensor(of[0].name, transposed=of[0].transposed):
-            continue
-        mapped = filling.files.mapped(filling.names[of[0].name])
-        if mapped is not None and mapped.dtype == tensor.dtype:
-            found[name] = mapped.t() if of[0].transposed else mapped
+        by_itself = len(of) == 1 and of[0] == HFTensor(of[0].name, transposed=of[0].transposed)
+        if tensor.ndim == 2 and name not in codes and name not in added and by_itself:
+            found[name] = of[0]
     return found
 
 
@@ -37,16 +48,41 @@ def choose_in_files(model: CausalLM, filling: Filling, policy: OffloadPolicy) ->
     """Those that stay, since memory for parameters is short: the embedding first, of which few rows are read, then the last blocks.
 
     Raises:
-        UserError: what cannot stay in files is more than the budget; a pattern that no parameter has.
+        UserError: there is none that can; what cannot stay in files is more than the budget; a pattern that no parameter has.
     """
+    return _chosen(model, found_in_files(model, filling), policy, str(filling.files.directory))
+
+
+def frozen_in_files(model: CausalLM, weights: Path, policy: OffloadPolicy) -> dict[str, Tensor]:
+    """Of a model that trains in part, on the meta device: those that stay in the files of ``weights``, as :func:`choose_in_files` does.
+
+    A plan needs no files: where there are none, they are taken to hold what the model has.
+
+    Raises:
+        UserError: likewise.
+    """
+    try:
+        found = found_in_files(model, weights_for(weights_of(weights), model))
+    except UserError:
+        found = {name: model.stored()[name].detach() for name in _matrices(model)}
+    parameters = dict(model.named_parameters())
+    frozen = {name: tensor for name, tensor in found.items() if not parameters[name].requires_grad}
+    return _chosen(model, frozen, policy, str(weights))
+
+
+def _chosen(model: CausalLM, movable: dict[str, Tensor], policy: OffloadPolicy, directory: str) -> dict[str, Tensor]:
     every = model.stored()
-    movable = found_in_files(model, filling)
     for pattern in policy.modules:
-        if not any(fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*") for name in every):
+        if not any(_is_in(name, pattern) for name in every):
             raise UserError(f"offload.modules: no parameter of the model is in '{pattern}' (there is {next(iter(every))}, for one)")
+    if not movable:
+        dtypes = " and ".join(sorted({str(every[name].dtype).removeprefix("torch.") for name in _matrices(model)}))
+        raise UserError(
+            "offload: nvme leaves matrices in files that hold each by itself and as the model computes with it"
+            f"{f' (here in {dtypes})' if dtypes else ''}, and {directory} holds none so; leave it out, or compute in the dtype of the files"
+        )
     if policy.modules:
-        those = [name for name in movable if any(fnmatchcase(name, p) or fnmatchcase(name, f"{p}.*") for p in policy.modules)]
-        movable = {name: movable[name] for name in those}
+        movable = {name: tensor for name, tensor in movable.items() if any(_is_in(name, pattern) for pattern in policy.modules)}
     if policy.budget is None:
         return movable
     sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in every.items()}
@@ -64,6 +100,10 @@ def choose_in_files(model: CausalLM, filling: Filling, policy: OffloadPolicy) ->
     return movable
 
 
+def _is_in(name: str, pattern: str) -> bool:
+    return fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")
+
+
 def _most_read_first(model: CausalLM, names: Iterable[str]) -> list[str]:
     """The head, blocks in their order, and then what is left."""
     name_of = {id(tensor): name for name, tensor in model.named_parameters()}
@@ -73,19 +113,34 @@ def _most_read_first(model: CausalLM, names: Iterable[str]) -> list[str]:
     return [name for name in [*ranked, *(name for name in names if name not in ranked)] if name in wanted]
 
 
-@contextmanager
-def left_out(model: CausalLM, staying: Mapping[str, Tensor]) -> Iterator[None]:
-    """Meanwhile the model has no such parameters, and afterwards these tensors for them, wherever they are used."""
-    parameters = dict(model.named_parameters())
-    made = {id(parameters[name]): nn.Parameter(tensor, requires_grad=False) for name, tensor in staying.items()}
-    places = [
-        (module, name, made[id(parameter)])
-        for module in model.modules()
-        for name, parameter in module._parameters.items()
-        if id(parameter) in made
-    ]
-    for module, name, _ in places:
-        module._parameters[name] = None
-    yield
-    for module, name, parameter in places:
-        module._parameters[name] = parameter
+def bring_ahead(model: CausalLM) -> None:
+    """While a block computes, what the next one has in files is read, where it is not in memory; before the last one, the first's. In a
+    backward, the block's before it."""
+    mapped = {tensor.data_ptr() for tensor in model.in_files.values()}
+    if not mapped:
+        return
+    of_block = [[tensor for tensor in chain(block.parameters(), block.buffers()) if tensor.data_ptr() in mapped] for block in model.blocks]
+    around = zip(model.blocks, [of_block[-1], *of_block[:-1]], [*of_block[1:], of_block[0]], strict=True)
+    for block, before, following in around:
+        block.register_forward_pre_hook(_Bring(following))
+        block.register_forward_hook(_BringInBackward(before))
+
+
+class _Bring:
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._tensors = tensors
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __call__(self, *_: Any) -> None:
+        for tensor in self._tensors:
+            coming(tensor)
+
+
+class _BringInBackward:
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._bring = _Bring(tensors)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __call__(self, _module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
+        if isinstance(output, Tensor) and output.requires_grad:
+            output.register_hook(self._bring)

@@ -27,7 +27,7 @@ from fw.kinds.quantization import QuantizationPlugin
 from fw.locate import ADAPTER_CONFIG, CONFIG, find, inside
 from fw.pretrained.directory import read_adapter_config
 from fw.pretrained.division import Division
-from fw.pretrained.in_files import choose_in_files, left_out
+from fw.pretrained.in_files import choose_in_files
 from fw.pretrained.new_directory import new_directory
 from fw.pretrained.reading import peft_for
 
@@ -73,9 +73,8 @@ def load_model(
     put = adapter_for(TensorFiles(directory, ADAPTER), made) if directory is not None else None
     if division is not None:
         division.cut(made)
-    with left_out(made, staying):
-        made.materialise(torch.device(device))
     made.in_files = staying
+    made.materialise(torch.device(device))
     tensors, added = made.stored(), made.adapters.added if made.adapters is not None else {}
     own = {n: t for n, t in tensors.items() if n not in added and n not in staying}
     pieces: Callable[[Mapping[str, Tensor]], Iterable[Mapping[str, Any]]] = (lambda those: [those]) if division is None else division.pieces

@@ -226,7 +226,7 @@ def resolve(config: Config, world: World | None = None, *, starts: bool = True) 
     except UserError as error:
         raise UserError(f"{config.origin(('sharding',))}: {error}") from None
     offload = cast(OffloadPlugin, made["offload"][0][1]).policy()
-    _check_parameters(config, offload)
+    _check_parameters(config, offload, cast(ModelPlugin, made["model"][0][1]))
     check_saving(
         config,
         cast(CheckpointPlugin, made["checkpoint"][0][1]).config,
@@ -268,15 +268,22 @@ def _replicas(mesh_shape: Mapping[str, int]) -> int:
     return mesh_shape.get(REPLICATE, 1) * mesh_shape.get(SHARD, 1)
 
 
-def _check_parameters(config: Config, offload: OffloadPolicy) -> None:
-    """What is offered to generation alone is not asked for, and what training needs is given."""
+def _check_parameters(config: Config, offload: OffloadPolicy, model: ModelPlugin) -> None:
+    """Where parameters are to stay in files, there are some."""
+    place = config.origin(("offload", "params"))
+    if offload.params_in_files:
+        if model.weights is None:
+            raise UserError(
+                f"{place}: offload.params: nvme leaves weights in the files that training begins from, and it begins from none: set"
+                " model.path, or offload.path, a directory on the disk"
+            )
+        return
     for name, given in (("budget", offload.budget is not None), ("modules", offload.modules)):
         if given:
             place = config.origin(("offload", name))
-            raise UserError(f"{place}: offload.{name} is for generating; training moves all parameters or none: leave it out")
-    if offload.params == "nvme" and offload.path is None:
-        place = config.origin(("offload", "params"))
-        raise UserError(f"{place}: offload.params: nvme needs offload.path, a directory on the disk")
+            raise UserError(
+                f"{place}: offload.{name} is of weights that stay in the model's files (params: nvme, without a path); leave it out"
+            )
 
 
 def _check_measured(config: Config, train: TrainSection, memory: MemorySection) -> None:

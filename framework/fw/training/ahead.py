@@ -11,9 +11,11 @@ from torch import Tensor
 from tqdm import tqdm
 
 from fw import config as configuration
+from fw.assemble import whole_in_files
 from fw.errors import UserError
 from fw.locate import find
 from fw.pretrained import load_model
+from fw.pretrained.in_files import bring_ahead
 from fw.recipe import Recipe, current_world, resolve
 from fw.training.batches import Batches, Plan
 from fw.training.inputs import device_of, open_data, say
@@ -41,7 +43,9 @@ def answer_ahead(config: str | Path, *overrides: str) -> int:
     path = find(wanted.path)
     say(f"{wanted.option}: reading {path}")
     quantization = None if wanted.quantization == "none" else wanted.quantization
-    model = load_model(path, recipe.precision.policy().compute, device, recipe.attention, quantization=quantization)
+    policy = whole_in_files(recipe, device.type) if wanted.in_files else None
+    model = load_model(path, recipe.precision.policy().compute, device, recipe.attention, quantization=quantization, offload=policy)
+    bring_ahead(model)
     if model.vocab_size != vocab_size:
         raise UserError(f"{wanted.option}: {wanted.path} has {model.vocab_size} tokens, this run {vocab_size}; they must be the same")
     rows = seen(recipe, batches)

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -48,6 +48,9 @@ class DistillConfig:
     between ranks as the student's parameters are (fsdp), else whole on each: its weights, and one block's activations."""
     quantization: str = "none"
     """Quantization plugin for its weights, by name; codes that its files hold are kept as they are."""
+    offload: Literal["device", "nvme"] = "device"
+    """With `nvme`, its matrices stay in its own files, mapped, where they have the dtype of compute: on a CPU they take none of the
+    process's memory, and ranks of a host share what the system keeps of them. On one rank or with sharding=ddp."""
     weight: float = 0.5
     """Part of the loss that is the distance from the teacher; the rest is cross-entropy of the next token. 1 needs no labels' values; 0
     leaves the teacher's distribution out, where there is a hidden_weight."""
@@ -145,7 +148,7 @@ class Distill(ObjectivePlugin):
 
     @property
     def _asks(self) -> Beside:
-        return Beside(self.config.teacher, self.config.quantization, "objective.teacher")
+        return Beside(self.config.teacher, self.config.quantization, "objective.teacher", in_files=self.config.offload == "nvme")
 
     def answer(self, model: CausalLM, batches: Iterable[Mapping[str, Tensor]]) -> None:
         """The most likely tokens after each of every row; rows that are in the files already are not asked about again."""

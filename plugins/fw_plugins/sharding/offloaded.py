@@ -176,7 +176,9 @@ def check(spec: StepSpec, model: CausalLM, parts: int, gathers: bool) -> None:
     policy = spec.offload
     if spec.optimizer.in_backward:
         _check_in_backward(spec, gathers)
-    if policy.params == "nvme" or (policy.params == "cpu" and not gathers):
+    if policy.params_in_files:
+        _check_in_files(spec, gathers)
+    elif policy.params == "nvme" or (policy.params == "cpu" and not gathers):
         does = "zero with stage 3" if policy.params == "nvme" else "fsdp, or zero with stage 3"
         raise UserError(f"offload.params: {policy.params} needs sharding that brings parameters block by block from there; use {does}")
     if policy.params == "cpu" and (policy.optimizer == "device" or policy.gradients == "device"):
@@ -194,6 +196,17 @@ def check(spec: StepSpec, model: CausalLM, parts: int, gathers: bool) -> None:
         elements = sum(p.numel() for p in model.parameters() if p.requires_grad)
         state = _state_bytes(spec.optimizer, spec.precision.parameters) if policy.optimizer == "nvme" else 0
         check_space(policy.path, math.ceil(elements / parts * state), spec.ranks_per_host)
+
+
+def _check_in_files(spec: StepSpec, gathers: bool) -> None:
+    """Whole matrices are in files, for who computes in host memory."""
+    if gathers:
+        raise UserError(
+            "offload.params: nvme leaves whole matrices in the model's files, and fsdp divides them between ranks; use sharding=ddp, whose"
+            " ranks read the same files"
+        )
+    if spec.device_type != "cpu":
+        raise UserError("offload.params: nvme leaves weights in the model's files for a CPU so far; leave it out")
 
 
 def _check_in_backward(spec: StepSpec, gathers: bool) -> None:

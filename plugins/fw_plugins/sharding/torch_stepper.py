@@ -310,7 +310,7 @@ class TorchStepper(Stepper):
         """Parts of DTensors as they are."""
         state = [value for p in self._trained for value in self._optimizer.state(p).values()]
         gradients = list((self._stashed if self._keeps_apart else self._gradients()).values())
-        weights = [local_part(parameter) for parameter in self._model.parameters()]
+        weights = [local_part(parameter) for name, parameter in self._model.named_parameters() if name not in self._model.in_files]
         return KeptTensors(weights, gradients, [local_part(s) for s in state], list(self._model.buffers()))
 
     @torch.no_grad()
@@ -321,12 +321,13 @@ class TorchStepper(Stepper):
         for name, parameter in self.parameters():
             gradient = [gradients[parameter]] if parameter in gradients else []
             state = self._optimizer.state(parameter).values() if parameter.requires_grad else ()
-            found[name] = KeptTensors([local_part(parameter)], gradient, [local_part(value) for value in state])
+            weight = [] if name in self._model.in_files else [local_part(parameter)]
+            found[name] = KeptTensors(weight, gradient, [local_part(value) for value in state])
         return found
 
     def fill(self, give: Give) -> None:
-        """In place, and where the optimizer has copies."""
-        give(self._model.stored())
+        """In place, and where the optimizer has copies; what lies in files is as it was."""
+        give({name: tensor for name, tensor in self._model.stored().items() if name not in self._model.in_files})
         self._optimizer.weights_changed()
 
     def placements(self) -> dict[str, Tensor]:
