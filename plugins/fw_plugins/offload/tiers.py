@@ -17,8 +17,9 @@ class TiersConfig:
     optimizer: Literal["device", "cpu", "nvme"] = "device"
     """Optimizer state; the step is computed on the host. Frees all of it on the device (8 bytes per parameter for AdamW in fp32)."""
     params: Literal["device", "cpu", "nvme"] = "device"
-    """This rank's share of the parameters, copied to the device block by block; needs sharding that gathers them so. Generating on a
-    CPU with `nvme`, weights are used where they lie in the model's files, and take none of the process's memory."""
+    """This rank's share of the parameters, copied to the device block by block; needs sharding that gathers them so. On a CPU
+    with `nvme` and no `path`, weights are used where they lie in the model's files, and take none of the process's memory: all while
+    generating, frozen ones while adapters train."""
     gradients: Literal["device", "cpu"] = "device"
     """Gradients, once they are reduced over ranks."""
     activations: Literal["device", "cpu", "nvme"] = "device"
@@ -30,10 +31,10 @@ class TiersConfig:
     that a block keeps: on the device (`cpu`) or in host memory (`nvme`). 0 brings each tensor when it is asked for: least memory, and
     backward waits for every copy."""
     budget: str = ""
-    """While generating: memory for weights, like 4GiB; the rest stays in the files, the embedding first, then the last blocks. Empty: all
-    stay there that can."""
+    """Memory for weights where they stay in the model's files, like 4GiB: the rest stays there, the embedding first, then the last blocks.
+    Empty: all stay there that can."""
     modules: list[str] = field(default_factory=list)
-    """While generating: patterns of the weights that may stay in the files, like `layers.1?`; empty for all."""
+    """Patterns of the weights that may stay in the model's files, like `layers.1?`; empty for all."""
     path: str = ""
     """Directory on the disk for `nvme`; before the run starts it is tried, and its free space compared with what the state will take."""
 
