@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fw.averaging import AveragedWeights
+from fw.checkpointing.in_files import bring_ahead, frozen_in_files
 from fw.checkpointing.placement import initialise, local_part, quantizing
 from fw.checkpointing.quantized_files import quantization_for, weights_of
 from fw.checkpointing.tensor_files import ADAPTER, TensorFiles, adapter_for, weights_for
@@ -26,7 +27,6 @@ from fw.kinds.quantization import QuantizationPlugin
 from fw.kinds.sharding import REPLICATE, Stepper, StepSpec
 from fw.locate import find
 from fw.meter.flops import ModelFlops
-from fw.pretrained.in_files import bring_ahead, frozen_in_files
 from fw.recipe import Recipe
 
 

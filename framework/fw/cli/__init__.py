@@ -118,6 +118,13 @@ def _report(error: Exception) -> int:
 
 
 def _run(words: list[str]) -> int:
+    options = parsed(words)
+    code: int = options.run(options)
+    return code
+
+
+def parsed(words: list[str]) -> argparse.Namespace:
+    """What a command line asks for: ``verb`` and its options, and ``run``, which does it."""
     parser = _Parser(
         prog="fw",
         description="Train, fine-tune and serve large language models inside a memory budget.",
@@ -146,5 +153,4 @@ def _run(words: list[str]) -> int:
         parser.error(f"unrecognized arguments: {' '.join(word for word in more if word not in overrides) or ' '.join(more)}")
     if more:
         options.overrides = [*options.overrides, *overrides]
-    code: int = options.run(options)
-    return code
+    return options

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from fw.checkpointing.in_files import bring_ahead
 from fw.checkpointing.pages import trim
 from fw.errors import UserError
 from fw.inference.draft import DraftModel
@@ -25,7 +26,6 @@ from fw.kernels.linear import PackedLinear
 from fw.kernels.threads import alone
 from fw.kinds.model import CausalLM
 from fw.locate import ADAPTER_CONFIG, inside
-from fw.pretrained.in_files import bring_ahead
 from fw.recipe.inference import InferenceRecipe
 from fw.tokenizer import Tokenizer, load_tokenizer
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from fw.checkpointing.in_files import choose_in_files
 from fw.checkpointing.quantized_files import weights_of
 from fw.checkpointing.tensor_files import weights_for
 from fw.config import format_size, parse_size
@@ -44,7 +45,6 @@ from fw.planning.around_steps import filling, highest, read_bytes
 from fw.planning.ledger import Ledger
 from fw.planning.plan import host_memory
 from fw.pretrained.division import Division
-from fw.pretrained.in_files import choose_in_files
 from fw.pretrained.load import structure
 from fw.recipe.inference import InferenceRecipe
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from fw.checkpointing.in_files import choose_in_files
 from fw.checkpointing.placement import quantizing
 from fw.checkpointing.quantized_files import quantization_for, weights_of
 from fw.checkpointing.stream import SafetensorsWriter, Sized, index, size_bytes, split
@@ -27,7 +28,6 @@ from fw.kinds.quantization import QuantizationPlugin
 from fw.locate import ADAPTER_CONFIG, CONFIG, find, inside
 from fw.pretrained.directory import read_adapter_config
 from fw.pretrained.division import Division
-from fw.pretrained.in_files import choose_in_files
 from fw.pretrained.new_directory import new_directory
 from fw.pretrained.reading import peft_for
 

@@ -12,10 +12,10 @@ from tqdm import tqdm
 
 from fw import config as configuration
 from fw.assemble import whole_in_files
+from fw.checkpointing.in_files import bring_ahead
 from fw.errors import UserError
 from fw.locate import find
 from fw.pretrained import load_model
-from fw.pretrained.in_files import bring_ahead
 from fw.recipe import Recipe, current_world, resolve
 from fw.training.batches import Batches, Plan
 from fw.training.inputs import device_of, open_data, say
