@@ -258,6 +258,15 @@ def check(recipe: Recipe, vocab_size: int, device: torch.device, rows: Rows | No
         raise UserError(f"{recipe.config.origin((section,))}: {error}") from None
 
 
+def check_beginning(recipe: Recipe, vocab_size: int, checkpoint: Reader | None) -> None:
+    """Refuse files to begin from that the model does not fit, before anything is made.
+
+    Raises:
+        UserError: they do not, or are not there.
+    """
+    values(undivided(recipe, vocab_size), recipe.train.seed, checkpoint, recipe.model.weights)
+
+
 def values(model: CausalLM, seed: int, checkpoint: Reader | None, weights: Path | None) -> Give:
     """Where the parameters' values come from; what is returned fills those it is given, read by the slice or drawn by the slice.
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from conftest import fw
 from fw.config import load
@@ -27,6 +29,22 @@ def test_a_directory_belongs_to_one_run_at_a_time(workspace):
             pass
     assert not list(Path().glob(".*.lock"))
     fw("train", "tiny.yaml", "train.max_steps=1").ok()
+
+
+@pytest.mark.parametrize("ranks", [(), ("sharding=ddp", "launch.devices=2")])
+def test_what_cannot_begin_leaves_an_earlier_run_where_it_is(workspace, small_model, ranks):
+    """Weights that are not there, or not all, are missed before anything is made."""
+    shutil.copytree(small_model("llama"), "base")
+    begins = ("train.max_steps=1", "model={name: auto, path: base}", "data.tokenizer=base", *ranks)
+    fw("train", "tiny.yaml", *begins).ok()
+    weights = load_file("base/model.safetensors")
+    save_file({name: tensor for name, tensor in weights.items() if "down_proj" not in name}, "base/model.safetensors")
+    done = fw("train", "tiny.yaml", *begins)
+    assert done.code == 2 and "down_proj" in done.err and done.err.count("fw: error") == 1
+    Path("base/model.safetensors").unlink()
+    done = fw("train", "tiny.yaml", *begins)
+    assert done.code == 2 and "base holds no weights" in done.err
+    assert Path("run/summary.json").is_file() and not Path("run.1").exists()
 
 
 def test_ranks_of_two_runs_or_two_configs_do_not_train_together(workspace, monkeypatch):

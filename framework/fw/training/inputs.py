@@ -6,7 +6,7 @@ import sys
 
 import torch
 
-from fw.assemble import check
+from fw.assemble import check, check_beginning
 from fw.checkpointing.ranks import OneRank
 from fw.errors import UserError
 from fw.kinds.checkpoint import Reader
@@ -30,7 +30,10 @@ def check_input(recipe: Recipe, device: torch.device | None = None) -> Reader | 
     runs_on = device or torch.device("cpu" if recipe.launch.accelerator == "cpu" else "cuda")
     check(recipe, vocab_size, runs_on, batches.rows)
     note(recipe, runs_on)
-    return resume.find(recipe, corpus, OneRank(), say)
+    checkpoint = resume.find(recipe, corpus, OneRank(), say)
+    if device is not None:  # where ranks run, weights may be that are not here
+        check_beginning(recipe, vocab_size, checkpoint)
+    return checkpoint
 
 
 def open_data(recipe: Recipe, say: Say) -> tuple[Corpus, Batches, int]:

@@ -15,7 +15,7 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 
-from fw.assemble import check
+from fw.assemble import check, check_beginning
 from fw.config import to_yaml
 from fw.errors import EXIT_FAILED, EXIT_OK, EXIT_REQUEUE, FwError, RunError
 from fw.kinds.data import Corpus
@@ -96,6 +96,8 @@ def _train_joined(
 ) -> Ending:
     device = strategy.root_device
     checkpoint = resume.find(recipe, corpus, strategy.ranks, say if world.is_first else say_nothing)
+    if not outcome.launched_by_fw():  # else the launching process has done so
+        check_beginning(recipe, vocab_size, checkpoint)
     seed_all(recipe.train.seed * 1_000_003 + world.rank)
     if recipe.launch.threads is not None:
         torch.set_num_threads(recipe.launch.threads)
