@@ -173,20 +173,20 @@ def build_beside(recipe: Recipe, vocab_size: int, spec: StepSpec, attention: Att
         model.to(spec.precision.compute)
     model.requires_grad_(False)
     if wanted.in_files:
-        model.in_files = frozen_in_files(model, directory, whole_in_files(recipe, spec.device_type))
+        if set(recipe.mesh_shape) - {REPLICATE}:
+            raise UserError("objective.offload: nvme leaves whole matrices in files; use sharding=ddp, whose ranks read the same")
+        model.in_files = frozen_in_files(model, directory, in_files_for(spec.device_type), "objective.offload")
     return model.eval()
 
 
-def whole_in_files(recipe: Recipe, device_type: str) -> OffloadPolicy:
+def in_files_for(device_type: str) -> OffloadPolicy:
     """That a model which the objective computes with stays in its files.
 
     Raises:
-        UserError: ranks divide it, or it computes on a GPU.
+        UserError: it computes on a GPU.
     """
     if device_type != "cpu":
         raise UserError("objective.offload: nvme leaves weights in the model's files for a CPU so far; leave it out")
-    if set(recipe.mesh_shape) - {REPLICATE}:
-        raise UserError("objective.offload: nvme leaves whole matrices in the model's files; use sharding=ddp, whose ranks read the same")
     return OffloadPolicy(params="nvme")
 
 

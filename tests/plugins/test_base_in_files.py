@@ -48,9 +48,24 @@ def test_a_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     base_in(tmp_path, CONFIGS["llama"])
     assert run(tmp_path, monkeypatch, LORA) == 0
     whole = trained(tmp_path)
-    assert run(tmp_path, monkeypatch, LORA, FROM_FILES, "train.max_steps=2", "train.save_every=2", "schedule.total_steps=3") in (0, 2)
-    assert run(tmp_path, monkeypatch, LORA, FROM_FILES, "resume=auto") == 0
+    assert run(tmp_path, monkeypatch, LORA, FROM_FILES, "train.max_steps=2", "train.save_every=2") == 0
+    assert checkpoint(tmp_path).name == "step-00000002" and not same(trained(tmp_path), whole)
+    assert run(tmp_path, monkeypatch, LORA, FROM_FILES, "resume=auto", "checkpoint.asynchronous=true") == 0
+    assert checkpoint(tmp_path).name == "step-00000003" and same(trained(tmp_path), whole)
+    (tmp_path / "base" / "model.safetensors").unlink()
+    assert run(tmp_path, monkeypatch, LORA, FROM_FILES, "resume=auto") == 0, "nothing to do"
+
+
+@pytest.mark.parametrize("quantization", ["none", "nf4"])
+def test_a_model_of_transformers_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quantization: str) -> None:
+    """Where codes are made of matrices, embedding and head stay."""
+    base_in(tmp_path, CONFIGS["llama"])
+    own = ["model={name: hf, path: base}", f"quantization={quantization}"]
+    assert run(tmp_path, monkeypatch, LORA, *own) == 0
+    whole = trained(tmp_path)
+    assert run(tmp_path, monkeypatch, LORA, FROM_FILES, *own) == 0
     assert same(trained(tmp_path), whole)
+    assert asked("plan", FROM_FILES, *own).most["parameters"] < asked("plan", *own).most["parameters"]
 
 
 def in_memory(base: Path, prefix: str = "") -> int:
@@ -101,8 +116,10 @@ def test_ranks_read_the_same_files(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         (["precision=bf16_true"], r"as the model computes with it (here in bfloat16)"),
         (["model={name: llama, hidden_size: 32}"], "it begins from none: set model.path, or offload.path"),
         (["offload.modules=[nowhere]"], "offload.modules: no parameter of the model is in 'nowhere'"),
+        (["offload.modules=['*norm*']"], "offload.modules: nothing of *norm* can stay in the files"),
         (["offload.budget=10B"], "cannot stay in the files"),
-        (["sharding=zero", "sharding.stage=3"], "offload.params"),
+        (["sharding=zero", "sharding.stage=3"], "where DeepSpeed does not look; use sharding=single or ddp, or set offload.path"),
+        (["sharding=zero"], "where DeepSpeed does not look; use sharding=single or ddp, or set offload.path"),
         (["launch.accelerator=cpu", "offload.params=device", "offload.budget=1GiB"], "parameters stay on the device"),
     ],
 )
@@ -143,5 +160,8 @@ def test_a_teacher_stays_in_its_files(tmp_path: Path, monkeypatch: pytest.Monkey
     fw("data", "teach", "run.yaml", *answers).ok()
     fw("train", "run.yaml", *answers).ok()
     assert column("run", "loss") == pytest.approx(expected, rel=1e-4)
+    refused = fw("plan", "run.yaml", away, "precision=bf16")
+    assert refused.code == 2 and "run.yaml:3: objective.offload: nvme leaves matrices in files" in refused.err
+    fw("data", "teach", "run.yaml", *answers, "sharding=fsdp").ok()
     refused = fw("train", "run.yaml", away, "sharding=fsdp")
-    assert refused.code == 2 and "objective.offload: nvme leaves whole matrices in the model's files; use sharding=ddp" in refused.err
+    assert refused.code == 2 and "objective.offload: nvme leaves whole matrices in files; use sharding=ddp" in refused.err

@@ -1,11 +1,11 @@
-"""Training by fw beside transformers and litgpt: a Llama of 56 M parameters, the same weights and batches, each in a process of its own, in
+"""Training by fw beside transformers and litgpt: a Llama of 56 M parameters, the same batches, each in a process of its own, in
 rounds.
 
     tools/bench training [--rounds 3] [--steps 12] [--precisions bf16 fp32] [--ways …] [--peers PYTHON …]
 
 Weights and AdamW's state in fp32 everywhere, products in the dtype named, gradients clipped. Tokens per second are of the median step after
 those that warm up, and beside them the share of what the step's matrix products alone would allow, measured in the same round. `--peers`
-names Pythons that have what this one has not: litgpt.
+names Pythons that have what this one has not: litgpt, whose weights are its own, and its losses others.
 """
 
 from __future__ import annotations
@@ -145,6 +145,8 @@ def main() -> None:
     parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=list(WAYS))
     parser.add_argument("--peers", nargs="+", default=[])
     options = parser.parse_args()
+    if options.steps <= WARM_UP:
+        parser.error(f"--steps: {options.steps} is too small; the first {WARM_UP} warm up")
     told: dict[tuple[str, str], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     speeds: dict[str, list[float]] = defaultdict(list)
     with tempfile.TemporaryDirectory() as directory:

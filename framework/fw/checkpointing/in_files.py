@@ -24,23 +24,24 @@ from fw.kinds.offload import OffloadPolicy
 def found_in_files(model: CausalLM, filling: Filling) -> dict[str, Tensor]:
     """Views into the mapped files, by the model's own names: of matrices that are there as the model has them."""
     found = {}
-    for name, of in _matrices(model).items():
+    for name, (tensor, of) in _matrices(model).items():
         mapped = filling.files.mapped(filling.names[of.name])
-        if mapped is not None and mapped.dtype == model.stored()[name].dtype:
+        if mapped is not None and mapped.dtype == tensor.dtype:
             found[name] = mapped.t() if of.transposed else mapped
     return found
 
 
-def _matrices(model: CausalLM) -> dict[str, HFTensor]:
-    """What files call those they hold each by itself, by the model's own names; neither codes nor adapters."""
+def _matrices(model: CausalLM) -> dict[str, tuple[Tensor, HFTensor]]:
+    """Those that files hold each by itself, by the model's own names; neither codes nor adapters."""
     found = {}
-    codes = {name for weight in model.quantized.values() for name in weight.kept}
-    added = model.adapters.added if model.adapters is not None else {}
-    for name, tensor in model.stored().items():
-        of = model.hf_tensors(name)
-        by_itself = len(of) == 1 and of[0] == HFTensor(of[0].name, transposed=of[0].transposed)
-        if tensor.ndim == 2 and name not in codes and name not in added and by_itself:
-            found[name] = of[0]
+    apart = {name for weight in model.quantized.values() for name in weight.kept}
+    if model.adapters is not None:
+        apart |= model.adapters.added.keys()
+    for name, tensor in model.named_parameters():
+        if tensor.ndim == 2 and name not in apart:
+            of = model.hf_tensors(name)
+            if len(of) == 1 and of[0] == HFTensor(of[0].name, transposed=of[0].transposed):
+                found[name] = tensor.detach(), of[0]
     return found
 
 
@@ -50,13 +51,16 @@ def choose_in_files(model: CausalLM, filling: Filling, policy: OffloadPolicy) ->
     Raises:
         UserError: there is none that can; what cannot stay in files is more than the budget; a pattern that no parameter has.
     """
-    return _chosen(model, found_in_files(model, filling), policy, str(filling.files.directory))
+    return _chosen(model, found_in_files(model, filling), policy, filling.files.directory, "offload.params")
 
 
-def frozen_in_files(model: CausalLM, weights: Path, policy: OffloadPolicy) -> dict[str, Tensor]:
+def frozen_in_files(model: CausalLM, weights: Path, policy: OffloadPolicy, option: str = "offload.params") -> dict[str, Tensor]:
     """Of a model that trains in part, on the meta device: those that stay in the files of ``weights``, as :func:`choose_in_files` does.
 
     A plan needs no files: where there are none, they are taken to hold what the model has.
+
+    Args:
+        option: that asks for it, for who is told what is wrong.
 
     Raises:
         UserError: likewise.
@@ -64,25 +68,30 @@ def frozen_in_files(model: CausalLM, weights: Path, policy: OffloadPolicy) -> di
     try:
         found = found_in_files(model, weights_for(weights_of(weights), model))
     except UserError:
-        found = {name: model.stored()[name].detach() for name in _matrices(model)}
+        found = {name: tensor for name, (tensor, _) in _matrices(model).items()}
     parameters = dict(model.named_parameters())
     frozen = {name: tensor for name, tensor in found.items() if not parameters[name].requires_grad}
-    return _chosen(model, frozen, policy, str(weights))
+    return _chosen(model, frozen, policy, weights, option)
 
 
-def _chosen(model: CausalLM, movable: dict[str, Tensor], policy: OffloadPolicy, directory: str) -> dict[str, Tensor]:
+def _chosen(model: CausalLM, movable: dict[str, Tensor], policy: OffloadPolicy, directory: object, option: str) -> dict[str, Tensor]:
     every = model.stored()
     for pattern in policy.modules:
         if not any(_is_in(name, pattern) for name in every):
             raise UserError(f"offload.modules: no parameter of the model is in '{pattern}' (there is {next(iter(every))}, for one)")
     if not movable:
-        dtypes = " and ".join(sorted({str(every[name].dtype).removeprefix("torch.") for name in _matrices(model)}))
+        dtypes = " and ".join(sorted({str(tensor.dtype).removeprefix("torch.") for tensor, _ in _matrices(model).values()}))
         raise UserError(
-            "offload: nvme leaves matrices in files that hold each by itself and as the model computes with it"
+            f"{option}: nvme leaves matrices in files that hold each by itself and as the model computes with it"
             f"{f' (here in {dtypes})' if dtypes else ''}, and {directory} holds none so; leave it out, or compute in the dtype of the files"
         )
     if policy.modules:
-        movable = {name: tensor for name, tensor in movable.items() if any(_is_in(name, pattern) for pattern in policy.modules)}
+        those = {name: tensor for name, tensor in movable.items() if any(_is_in(name, pattern) for pattern in policy.modules)}
+        if not those:
+            raise UserError(
+                f"offload.modules: nothing of {', '.join(policy.modules)} can stay in the files ({next(iter(movable))} can, for one)"
+            )
+        movable = those
     if policy.budget is None:
         return movable
     sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in every.items()}
@@ -114,13 +123,17 @@ def _most_read_first(model: CausalLM, names: Iterable[str]) -> list[str]:
 
 
 def bring_ahead(model: CausalLM) -> None:
-    """While a block computes, what the next one has in files is read, where it is not in memory; before the last one, the first's. In a
-    backward, the block's before it."""
+    """While a block computes, what the next one has in files is read, where it is not in memory: in a backward, the one before it. Of a
+    model that does not train the last block is followed by the first."""
     mapped = {tensor.data_ptr() for tensor in model.in_files.values()}
     if not mapped:
         return
     of_block = [[tensor for tensor in chain(block.parameters(), block.buffers()) if tensor.data_ptr() in mapped] for block in model.blocks]
-    around = zip(model.blocks, [of_block[-1], *of_block[:-1]], [*of_block[1:], of_block[0]], strict=True)
+    if any(parameter.requires_grad for parameter in model.parameters()):
+        first_again, last_again = [], []  # a backward begins where the forward has ended, and the other way round
+    else:
+        first_again, last_again = of_block[0], of_block[-1]
+    around = zip(model.blocks, [last_again, *of_block[:-1]], [*of_block[1:], first_again], strict=True)
     for block, before, following in around:
         block.register_forward_pre_hook(_Bring(following))
         block.register_forward_hook(_BringInBackward(before))

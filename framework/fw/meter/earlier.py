@@ -18,8 +18,12 @@ class Earlier:
 
     def still(self, device: torch.device) -> dict[int, int]:
         """Of those that are there still, and on the device: address of the memory → its bytes."""
-        there = (tensor for reference in self._tensors if (tensor := reference()) is not None and tensor.device.type == device.type)
+        there = (tensor for reference in self._tensors if (tensor := reference()) is not None and _is_on(tensor, device))
         return {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in there}
+
+
+def _is_on(tensor: Tensor, device: torch.device) -> bool:
+    return (tensor.device.type == device.type and None in (device.index, tensor.device.index)) or tensor.device == device
 
 
 def in_one_piece() -> Iterator[Tensor]:

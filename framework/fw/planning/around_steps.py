@@ -65,7 +65,7 @@ def _own(history: History) -> History:
 
 
 def read_bytes(model: CausalLM, weights: Path | None) -> int:
-    """Of a model directory, by a rank that keeps its part of a model: of what is quantized, all."""
+    """Of a model directory, by a rank that keeps its part of a model: of what is quantized, all; of what stays in the files, nothing."""
     if weights is None:
         return 0
     try:
@@ -76,6 +76,8 @@ def read_bytes(model: CausalLM, weights: Path | None) -> int:
         return sum(file.stat().st_size for file in weights.glob("*.safetensors"))
     total = 0
     for name, tensor in model.base().items():
+        if name in model.in_files:
+            continue
         elements = tensor.numel() if name in model.quantized else kept_elements(tensor)
         names = [of.name for of in model.hf_tensors(name)]
         dtype = files.dtype(names[0]) if files is not None and names[0] in files.where else tensor.dtype

@@ -250,7 +250,7 @@ class _Reader:
         model.materialise(device)
         filling(model, weights, self._ledger, initial=False)({n: t for n, t in model.stored().items() if n not in staying})
         self._found.name(WEIGHTS, model.parameters())
-        self.read_bytes += read_bytes(model, weights) - sum(tensor.nbytes for tensor in staying.values())
+        self.read_bytes += read_bytes(model, weights)
         return model.eval()
 
 

@@ -37,7 +37,8 @@ def check_saving(config: Config, options: CheckpointOptions, train: TrainSection
             f"the loss is not measured at every step that is saved: make train.save_every={train.save_every} a multiple of"
             f" train.log_every={train.log_every}",
         )
-    if options.asynchronous and "nvme" in (offload.optimizer, offload.params):
+    on_disk = offload.optimizer == "nvme" or (offload.params == "nvme" and not offload.params_in_files)
+    if options.asynchronous and on_disk:
         refuse("asynchronous", "copies to host memory what offload keeps on a disk (nvme); set checkpoint.asynchronous=false")
     if options.to:
         try:

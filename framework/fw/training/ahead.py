@@ -11,7 +11,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from fw import config as configuration
-from fw.assemble import whole_in_files
+from fw.assemble import in_files_for
 from fw.checkpointing.in_files import bring_ahead
 from fw.errors import UserError
 from fw.locate import find
@@ -43,7 +43,7 @@ def answer_ahead(config: str | Path, *overrides: str) -> int:
     path = find(wanted.path)
     say(f"{wanted.option}: reading {path}")
     quantization = None if wanted.quantization == "none" else wanted.quantization
-    policy = whole_in_files(recipe, device.type) if wanted.in_files else None
+    policy = in_files_for(device.type) if wanted.in_files else None
     model = load_model(path, recipe.precision.policy().compute, device, recipe.attention, quantization=quantization, offload=policy)
     bring_ahead(model)
     if model.vocab_size != vocab_size:

@@ -9,7 +9,7 @@ import torch
 from fw.assemble import check, check_beginning
 from fw.checkpointing.ranks import OneRank
 from fw.errors import UserError
-from fw.kinds.checkpoint import Reader
+from fw.kinds.checkpoint import Ranks, Reader
 from fw.kinds.data import Corpus, Say
 from fw.recipe import Recipe, World
 from fw.training import resume
@@ -32,8 +32,26 @@ def check_input(recipe: Recipe, device: torch.device | None = None) -> Reader | 
     note(recipe, runs_on)
     checkpoint = resume.find(recipe, corpus, OneRank(), say)
     if device is not None:  # where ranks run, weights may be that are not here
-        check_beginning(recipe, vocab_size, checkpoint)
+        check_files(recipe, vocab_size, checkpoint, OneRank())
     return checkpoint
+
+
+def check_files(recipe: Recipe, vocab_size: int, checkpoint: Reader | None, ranks: Ranks) -> None:
+    """Refuse on every rank what one of them cannot begin from, unless there is nothing to do. Collective.
+
+    Raises:
+        UserError: weights are missing, or do not fit the model.
+    """
+    if checkpoint is not None and checkpoint.state()["step"] >= recipe.train.max_steps:
+        return
+    problem = ""
+    try:
+        check_beginning(recipe, vocab_size, checkpoint)
+    except UserError as error:
+        problem = str(error)
+    for told in ranks.gather(problem):
+        if told:
+            raise UserError(told)
 
 
 def open_data(recipe: Recipe, say: Say) -> tuple[Corpus, Batches, int]:

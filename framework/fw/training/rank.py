@@ -15,7 +15,7 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 
-from fw.assemble import check, check_beginning
+from fw.assemble import check
 from fw.config import to_yaml
 from fw.errors import EXIT_FAILED, EXIT_OK, EXIT_REQUEUE, FwError, RunError
 from fw.kinds.data import Corpus
@@ -34,7 +34,7 @@ from fw.training.between_steps import BetweenSteps
 from fw.training.determinism import deterministic, prevented
 from fw.training.hang_watch import HangWatch
 from fw.training.host_allocator import keep_freed_memory
-from fw.training.inputs import device_of, note, open_data, say, say_nothing
+from fw.training.inputs import check_files, device_of, note, open_data, say, say_nothing
 from fw.training.loading import loader
 from fw.training.loggers import build as build_loggers, flat
 from fw.training.module import TrainingModule
@@ -97,7 +97,7 @@ def _train_joined(
     device = strategy.root_device
     checkpoint = resume.find(recipe, corpus, strategy.ranks, say if world.is_first else say_nothing)
     if not outcome.launched_by_fw():  # else the launching process has done so
-        check_beginning(recipe, vocab_size, checkpoint)
+        check_files(recipe, vocab_size, checkpoint, strategy.ranks)
     seed_all(recipe.train.seed * 1_000_003 + world.rank)
     if recipe.launch.threads is not None:
         torch.set_num_threads(recipe.launch.threads)

@@ -200,13 +200,13 @@ def check(spec: StepSpec, model: CausalLM, parts: int, gathers: bool) -> None:
 
 def _check_in_files(spec: StepSpec, gathers: bool) -> None:
     """Whole matrices are in files, for who computes in host memory."""
+    if spec.device_type != "cpu":
+        raise UserError("offload.params: nvme leaves weights in the model's files for a CPU so far; leave it out")
     if gathers:
         raise UserError(
             "offload.params: nvme leaves whole matrices in the model's files, and fsdp divides them between ranks; use sharding=ddp, whose"
             " ranks read the same files"
         )
-    if spec.device_type != "cpu":
-        raise UserError("offload.params: nvme leaves weights in the model's files for a CPU so far; leave it out")
 
 
 def _check_in_backward(spec: StepSpec, gathers: bool) -> None:

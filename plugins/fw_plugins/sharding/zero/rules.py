@@ -87,6 +87,11 @@ def _precision(spec: StepSpec) -> None:
 
 def _offload(config: ZeroConfig, spec: StepSpec) -> None:
     offload = spec.offload
+    if offload.params_in_files:
+        raise UserError(
+            "offload.params: nvme without a path leaves weights in the model's files, where DeepSpeed does not look; use sharding=single or"
+            " ddp, or set offload.path"
+        )
     if offload.params != "device" and config.stage < 3:
         raise UserError(
             f"offload.params: {offload.params} needs sharding.stage=3; in stage {config.stage} every rank computes with all parameters"
