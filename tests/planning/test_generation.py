@@ -139,7 +139,8 @@ def test_weights_in_fewer_bits_in_files_and_of_a_draft(small_model):
         tensors = {x.data_ptr(): x.untyped_storage().nbytes() for x in [*llm.model.parameters(), *llm.model.buffers()]}
         return sum(size for address, size in tensors.items() if address not in files)
 
-    for options in (["quantization=w8a16", "quantization.group_size=16"], ["offload.params=nvme", "inference.dtype=fp32"], ["inference.dtype=fp32"]):
+    fp32 = "inference.dtype=fp32"
+    for options in (["quantization=w8a16", "quantization.group_size=16"], ["offload.params=nvme", fp32], [fp32]):
         chosen = recipe("inference.dtype=bf16", "inference.replay=false", *options)
         parts = plan_generation(small_model("llama"), chosen).largest.at_peak
         llm = fw.LLM.of(small_model("llama"), chosen)
