@@ -24,6 +24,11 @@ REPEATED = {
     "fsdp": [LLAMA, "sharding=fsdp", "launch.devices=2", "train.micro_batch_size=1", "precision=bf16"],
     "tensor, full": [LLAMA, "sharding={name: fsdp, tensor: 2}", "launch.devices=4", "activation=full", "train.global_batch_size=16"],
     "hsdp, kept": [LLAMA, "sharding={name: fsdp, replicate: 2, reshard_after_forward: false}", "launch.devices=4"],
+    "updated in backward": [LLAMA, "optimizer.in_backward=true", "train.gradient_clip_norm=0"],
+    "updated in backward, fsdp": [
+        *(LLAMA, "optimizer={name: adamw_8bit, in_backward: true}", "train.gradient_clip_norm=0", "train.micro_batch_size=4"),
+        *("sharding=fsdp", "launch.devices=2"),
+    ],
     "every second": [LLAMA.replace("12", "14"), "activation={name: every_n, n: 2}", "optimizer=muon"],
     "windows": [
         "model={name: gemma3, num_hidden_layers: 19, hidden_size: 32, intermediate_size: 48, num_attention_heads: 2, sliding_window: 16,"
@@ -37,7 +42,6 @@ WHOLE = {
     "gathered ahead": [LLAMA, "sharding={name: fsdp, forward_prefetch: 1}", "launch.devices=2"],
     # The routers' loss takes the logits of all blocks together.
     "experts": ["model={name: mixtral, num_hidden_layers: 11, hidden_size: 32, intermediate_size: 48, num_attention_heads: 2}"],
-    "updated in backward": [LLAMA, "optimizer.in_backward=true", "train.gradient_clip_norm=0"],
 }
 
 
@@ -49,7 +53,7 @@ def test_few_blocks_tell_what_all_take(workspace: Path, case: str) -> None:
     assert few.steps[-1] == all_.steps[-1]
 
 
-@pytest.mark.parametrize("case", ["fsdp", "tensor, full"])
+@pytest.mark.parametrize("case", ["fsdp", "tensor, full", "updated in backward", "updated in backward, fsdp"])
 def test_on_a_gpu_they_also_take_as_long_and_reserve_as_much(workspace: Path, case: str) -> None:
     device = find("h100-80gb")
     with planning_for(PlannedGPU(device.name, device.compute_capability, lambda tensor: False)):

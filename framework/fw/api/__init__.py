@@ -112,7 +112,12 @@ if TYPE_CHECKING:
     from fw.kinds.tensor_plan import TensorPlan as TensorPlan, fits as fits, given as given, plan_for as plan_for
     from fw.locate import ADAPTER_CONFIG as ADAPTER_CONFIG, find as find
     from fw.meter.operator_flops import operator_flops as operator_flops
-    from fw.meter.planned import gpu_capability as gpu_capability, on_gpu as on_gpu, planned_gpu as planned_gpu
+    from fw.meter.planned import (
+        gpu_capability as gpu_capability,
+        on_gpu as on_gpu,
+        planned_gpu as planned_gpu,
+        update_alone as update_alone,
+    )
     from fw.meter.transfers import FROM_DISK as FROM_DISK, TO_DISK as TO_DISK, disk_transfer as disk_transfer
     from fw.place import Place as Place
     from fw.pretrained import plugin_for as plugin_for, read_config as read_config
@@ -156,7 +161,7 @@ _NAMES = {
     "fw.kinds.tensor_plan": "TensorPlan fits given plan_for",
     "fw.locate": "ADAPTER_CONFIG find",
     "fw.meter.operator_flops": "operator_flops",
-    "fw.meter.planned": "gpu_capability on_gpu planned_gpu",
+    "fw.meter.planned": "gpu_capability on_gpu planned_gpu update_alone",
     "fw.meter.transfers": "FROM_DISK TO_DISK disk_transfer",
     "fw.place": "Place",
     "fw.pretrained": "plugin_for read_config",

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+
+from fw.planning.leaves import tensors
 
 _aten = torch.ops.aten
 _ZERO = {_aten.zeros, _aten.zeros_like, _aten.new_zeros, _aten.isnan, _aten.isinf, _aten.zero_}
@@ -21,6 +21,8 @@ _ALIKE = {
 }
 _COMPARED = {getattr(_aten, name): getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")}
 _SUMS = {_aten.add, _aten.add_, _aten.sum}
+_NOT = {_aten.logical_not, _aten.bitwise_not}
+_PASSED_ON = _LOGICAL | _ALIKE | _SUMS | _NOT
 
 
 class Flags:
@@ -33,8 +35,8 @@ class Flags:
     def saw(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """An operator has run."""
         value = self._value(func.overloadpacket, args, kwargs)
-        changed = _tensors(args[:1]) if func._schema.is_mutable else iter(())
-        for tensor in (*_tensors(out), *changed):
+        changed = tensors(args[:1]) if func._schema.is_mutable else []
+        for tensor in (*tensors(out), *changed):
             self._note(tensor, value)
 
     def of(self, tensor: Tensor) -> bool:
@@ -50,14 +52,16 @@ class Flags:
             if args[0] is args[1]:  # what is not a number is not itself
                 return bool(_COMPARED[packet](1, 1))
             return bool(_COMPARED[packet](self.of(args[0]), args[1])) if isinstance(args[1], int | float) else None
-        given = [self._known.get(t.untyped_storage()._cdata) for t in _tensors((args[1:] if packet is _aten.copy_ else args, kwargs))]
+        if packet not in _PASSED_ON:
+            return None
+        given = [self._known.get(t.untyped_storage()._cdata) for t in tensors((args[1:] if packet is _aten.copy_ else args, kwargs))]
         value = given[0] if given and all(v == given[0] for v in given) else None
-        if packet in (_aten.logical_not, _aten.bitwise_not):
+        if packet in _NOT:
             return None if value is None else not value
         if packet in _SUMS:  # of ones it is another number
-            numbers = [leaf for leaf in tree_leaves(args) if isinstance(leaf, int | float)]
-            return False if value is False and (packet is _aten.sum or not any(numbers)) else None
-        return value if packet in _LOGICAL or packet in _ALIKE else None
+            added = packet is not _aten.sum and any(isinstance(number, int | float) and number for number in args)
+            return False if value is False and not added else None
+        return value
 
     def _note(self, tensor: Tensor, value: bool | None) -> None:
         storage = tensor.untyped_storage()
@@ -68,7 +72,3 @@ class Flags:
             self._known[key] = value
         else:
             weakref.finalize(storage, self._known.pop, key, None).atexit = False
-
-
-def _tensors(values: Any) -> Iterator[Tensor]:
-    return (leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor))

@@ -13,7 +13,6 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.optim import optimizer as torch_optimizer
-from torch.utils._pytree import tree_leaves
 
 from fw.meter.account import Block, History
 from fw.meter.devices import Device
@@ -21,6 +20,7 @@ from fw.meter.planned import PlannedGPU, planning_for
 from fw.meter.step_memory import OTHER
 from fw.planning.cuda_attention import attention_as_on, scratch_bytes
 from fw.planning.cuda_autocast import autocast_as_on_gpu
+from fw.planning.leaves import tensors
 from fw.planning.roofline import exchange, work
 
 _aten = torch.ops.aten
@@ -92,7 +92,7 @@ class Gpu:
         """Arguments of an operator about to run, of which is known from here on where its results lie: in host memory where that is
         page-locked, or where all that it computes with is there."""
         kwargs = dict(kwargs)
-        sources = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.dim()]
+        sources = [tensor for tensor in tensors((args, kwargs)) if tensor.dim()]
         computed = bool(sources) and all(self.is_on_host(source) for source in sources)
         self._pinned = bool(kwargs.pop("pin_memory", False))
         self._to_host = self._pinned or self._all_to_host or computed

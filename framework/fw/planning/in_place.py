@@ -19,7 +19,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import graph
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from fw.planning.leaves import tensors
 
 _ENGINE = graph._engine_run_backward.__code__
 _TORCH = Path(torch.__file__).parent
@@ -104,5 +105,5 @@ class _Probe(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _add.Tensor and torch._C._current_graph_task_id() != -1:
-            self.found += [leaf._use_count() for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]  # type: ignore[attr-defined]
+            self.found += [tensor._use_count() for tensor in tensors(args)]  # type: ignore[attr-defined]
         return func(*args, **(kwargs or {}))

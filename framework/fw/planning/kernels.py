@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+
+from fw.planning.leaves import tensors
 
 _COMPARING = {"eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or"}
 _PROMOTING = {
@@ -92,7 +93,7 @@ def _reduced(name: str, source: Tensor, out: Tensor) -> list[int]:
 
 
 def _converted(name: str, args: Any, kwargs: Any, out: Any) -> list[int]:
-    given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    given = tensors((args, kwargs))
     if not given or not isinstance(out, Tensor):
         return []
     common = given[0].dtype

@@ -17,15 +17,16 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from fw.meter.account import Block, History, Recorder, Rules, Site
 from fw.meter.devices import Device
+from fw.meter.planned import updates_by
 from fw.planning.flags import Flags
 from fw.planning.gloo import Gloo
 from fw.planning.gpu import Gpu
 from fw.planning.in_place import Sums, references
 from fw.planning.kernels import momentary
+from fw.planning.leaves import tensors
 from fw.planning.nccl import Nccl
 from fw.planning.patches import (
     converted_in_place,
@@ -38,8 +39,9 @@ from fw.planning.patches import (
     watched_resize,
 )
 from fw.planning.roofline import Exchange, Work, exchange, work
+from fw.planning.updates import Updates
 
-_aten = torch.ops.aten
+_aten, _prim = torch.ops.aten, torch.ops.prim
 _PLAIN = (Tensor, FakeTensor, torch.nn.Parameter)
 
 
@@ -117,6 +119,12 @@ class Ledger(TorchDispatchMode):
         finally:
             self._left_alone = before
 
+    def _told(self, tensor: Tensor) -> tuple[Any, ...]:
+        """What memory's coming and going may depend on, of one of the ledger's tensors."""
+        block = self.block_of(tensor)
+        on_host = self.gpu is not None and self.gpu.is_on_host(tensor)
+        return on_host, None if block is None else (block.category, block.passing)
+
     def bind(self, tensor: Tensor, block: Block) -> None:
         """From now on it lies in ``block``."""
         self._live[_key(tensor)] = block
@@ -144,9 +152,11 @@ class Ledger(TorchDispatchMode):
         assert self._recording is None, "one recording at a time"
         self._backend.settle()
         self._recording, self._rules = _Recording(self._live), rules
+        found = self._recording
+        updates = Updates(found.history, lambda: found.site, self._told)
         try:
-            with self.gpu.recording(self._recording.history) if self.gpu is not None else nullcontext():
-                yield self._recording
+            with updates_by(updates.stand_in), self.gpu.recording(found.history) if self.gpu is not None else nullcontext():
+                yield found
         finally:
             self._recording, self._rules = None, Rules()
 
@@ -155,7 +165,7 @@ class Ledger(TorchDispatchMode):
         if any(kind not in _PLAIN for kind in types):
             return NotImplemented
         kwargs = kwargs or {}
-        if self._paused:
+        if self._paused or func is _prim.device.default:  # every other call asks where a tensor is, and changes nothing
             return func(*args, **kwargs)
         if self._left_alone and any(_key(tensor) in self._left_alone for tensor in self._own((args, kwargs))):
             raise Touched(f"{func} takes what was to be left alone")
@@ -219,7 +229,7 @@ class Ledger(TorchDispatchMode):
 
     def _own(self, values: Any) -> Iterator[Tensor]:
         """The ledger's tensors among these; not those that DTensors make to find out shapes."""
-        for leaf in tree_leaves(values):
+        for leaf in tensors(values):
             if isinstance(leaf, FakeTensor) and leaf.fake_mode is self._fake and leaf.device.type != "meta":
                 yield leaf
 
@@ -342,7 +352,7 @@ def _key(tensor: Tensor) -> int:
 
 def _is_about_integers(func: Any, args: Any, kwargs: Any) -> bool:
     """Whether an operator makes some, or has arguments that are real."""
-    if any(isinstance(leaf, FakeTensor) for leaf in tree_leaves((args, kwargs))):
+    if any(isinstance(leaf, FakeTensor) for leaf in tensors((args, kwargs))):
         return False
     return func is not _aten.empty.memory_format or kwargs.get("dtype") == torch.int32
 

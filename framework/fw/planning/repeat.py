@@ -26,7 +26,9 @@ from fw.planning.pattern import Pattern, pattern_of
 class Repetition:
     """Leaves blocks of a model out. Used by one step after another."""
 
-    def __init__(self, pattern: Pattern, made: Assembly, ledger: Ledger) -> None:
+    def __init__(self, pattern: Pattern, made: Assembly, ledger: Ledger, steps_in_backward: bool) -> None:
+        self.steps_in_backward = steps_in_backward
+        """A first step then has to have all blocks: each makes its optimizer's state."""
         self._pattern, self._stepper, self._ledger = pattern, made.stepper, ledger
         self._blocks = list(made.model.blocks)
         self.module = made.stepper.module
@@ -38,12 +40,12 @@ class Repetition:
         self._trained = [p for p in made.model.parameters() if p.requires_grad]
 
     @staticmethod
-    def of(made: Assembly, ledger: Ledger) -> Repetition | None:
+    def of(made: Assembly, ledger: Ledger, steps_in_backward: bool) -> Repetition | None:
         """None for a model of few blocks, or of too many kinds, and where something waits for the gradients of all."""
         if isinstance(made.stepper.module, DistributedDataParallel):
             return None
         pattern = pattern_of(made.model)
-        return Repetition(pattern, made, ledger) if pattern is not None else None
+        return Repetition(pattern, made, ledger, steps_in_backward) if pattern is not None else None
 
     def recording(self, more: int) -> Callable[[torch.device, Rules], Any]:
         """What records a step in which as many periods run as are needed, and some more; its history is that of a step with all."""
@@ -96,6 +98,10 @@ class Repetition:
         Raises:
             NotRepeatable: gradients are not with the parameters.
         """
+        if self.steps_in_backward:
+            if any(p.grad is not None for p in self._trained):
+                raise NotRepeatable("gradients are there that were to be gone")
+            return set()
         kept = {block for block in map(self._ledger.block_of, self._stepper.kept().gradients) if block is not None}
         own = {block for p in self._trained if p.grad is not None and (block := self._ledger.block_of(p.grad)) is not None}
         if kept != own:

@@ -23,11 +23,11 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from fw.meter.account import History
 from fw.meter.operator_flops import operator_flops
 from fw.meter.speeds import Speeds, peak
+from fw.planning.leaves import tensors
 
 _aten = torch.ops.aten
 _FREE = {_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided, _aten._unsafe_view}
@@ -73,7 +73,7 @@ def work(func: Any, args: Any, kwargs: Any, out: Any, is_on_host: Callable[[Tens
     packet, schema = func.overloadpacket, func._schema
     if packet in _FREE or func.namespace in _NO_WORK or not (written := _written(schema, args, kwargs, out)):
         return None
-    given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    given = tensors((args, kwargs))
     read = given[1:] + written if packet in _ROWS else given[1:] if packet is _aten.copy_ else given
     nbytes = sum(_nbytes(tensor) for tensor in (*read, *written))
     sides = {is_on_host(tensor) for tensor in (*given, *written) if tensor.dim()}
@@ -91,7 +91,7 @@ def exchange(func: Any, args: Any, out: Any) -> Exchange | None:
     if group is None or sent is None:
         return None
     ranks = tuple(dist.get_process_group_ranks(group))
-    given, got = (sum(_nbytes(leaf) for leaf in tree_leaves(values) if isinstance(leaf, Tensor)) for values in (args, out))
+    given, got = (sum(map(_nbytes, tensors(values))) for values in (args, out))
     total = max(given, got) if func.namespace == "_c10d_functional" else _whole(name, args)
     factor = sent if name == "send" else sent * (len(ranks) - 1) / len(ranks)
     return Exchange(factor * total, ranks, func.namespace == "c10d")
@@ -135,8 +135,7 @@ _SHARES = {"allgather": 1, "all_gather": 1, "reduce_scatter": 1, "allreduce": 2,
 
 def _whole(name: str, args: Any) -> int:
     """Bytes of the largest of c10d's arguments: of what is gathered, or of what is scattered."""
-    tensors = [[leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)] for value in args]
-    return max((sum(_nbytes(t) for t in each) for each in tensors), default=0)
+    return max((sum(map(_nbytes, tensors(value))) for value in args), default=0)
 
 
 def _group(args: Any) -> dist.ProcessGroup | None:
@@ -158,10 +157,10 @@ def _written(schema: Any, args: Any, kwargs: Any, out: Any) -> list[Tensor]:
             for place, argument in enumerate(schema.arguments)
             if argument.alias_info is not None and argument.alias_info.is_write
         ]
-        return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+        return tensors(values)
     if any(result.alias_info is not None for result in schema.returns):
         return []
-    return [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+    return tensors(out)
 
 
 def _nbytes(tensor: Tensor) -> int:

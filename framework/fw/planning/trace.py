@@ -117,7 +117,7 @@ def trace_blocks(
         with torch.compiler.set_stance("force_eager"), Ledger(device, costs) as ledger:
             made, load = around_steps.started(recipe, built, mesh, TRACED, ledger)
             ledger.ready(made.stepper.module)
-            repetition = None if whole else Repetition.of(made, ledger)
+            repetition = None if whole else Repetition.of(made, ledger, recipe.steps_in_backward)
             with _collected_quickly():
                 loaded = ledger.live_bytes
                 steps, histories = _steps(recipe, made, ledger, micro_batches, local, repetition)
@@ -159,7 +159,9 @@ def _steps(
             recipe.activation.change_precision()
         # Optimizer state comes with the first step, DDP's final buckets with the second; of repeated blocks two steps must agree.
         for again in range(3 if number == 0 else 1 if repetition is None else 2):
-            recording = ledger.recording if repetition is None else repetition.recording(again % 2)
+            first = number == again == 0
+            whole = repetition is None or (first and repetition.steps_in_backward)
+            recording = ledger.recording if repetition is None or whole else repetition.recording(again % 2)
             meter = StepMeter(stepper, made.model.blocks, TRACED, _into(histories, recording), made.beside_weights)
             batch = [_unread(micro) for micro in local]
             with ledger.on_host():

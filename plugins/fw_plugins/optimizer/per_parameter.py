@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from fw.api import update_alone
+
 _CHUNK = 1 << 24
 """Elements of a parameter that are updated at a time, where it is done with temporary copies."""
 
@@ -36,7 +38,7 @@ class PerParameter(torch.optim.Optimizer):
                 if parameter.grad is not None:
                     if not self.state[parameter]:
                         self.state[parameter].update(self.first_state(parameter, group))
-                    self.update(parameter, parameter.grad, self.state[parameter], group)
+                    update_alone(self.update, parameter, parameter.grad, self.state[parameter], group)
         return loss
 
     @abstractmethod
