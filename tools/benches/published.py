@@ -57,6 +57,7 @@ most ("active").
 - Its LoRA and QLoRA were compiled, too. The layers with adapters, and their ranks, are those of its recipes; adapters are in bf16, and
   what has none (keys, embeddings, head) is not quantized.
 - Its 405 B is planned with the batch of its table, which is not that of its recipe; what is between both is not explained.
+- Planned peaks are what the GPU's allocator will say, whose blocks are a little larger than their tensors: 0.5 GB in the 13 B below.
 - Not planned: cases that do not say how long sequences are.
 
 ## Beside estimates
