@@ -29,6 +29,10 @@ REPEATED = {
         *(LLAMA, "optimizer={name: adamw_8bit, in_backward: true}", "train.gradient_clip_norm=0", "train.micro_batch_size=4"),
         *("sharding=fsdp", "launch.devices=2"),
     ],
+    "kept on the host": [LLAMA, "offload.activations=cpu", "precision=bf16_true"],
+    "kept on the host, updated": [
+        *(LLAMA, "offload.activations=cpu", "precision=bf16_true", "optimizer.in_backward=true", "train.gradient_clip_norm=0"),
+    ],
     "every second": [LLAMA.replace("12", "14"), "activation={name: every_n, n: 2}", "optimizer=muon"],
     "windows": [
         "model={name: gemma3, num_hidden_layers: 19, hidden_size: 32, intermediate_size: 48, num_attention_heads: 2, sliding_window: 16,"
@@ -53,7 +57,9 @@ def test_few_blocks_tell_what_all_take(workspace: Path, case: str) -> None:
     assert few.steps[-1] == all_.steps[-1]
 
 
-@pytest.mark.parametrize("case", ["fsdp", "tensor, full", "updated in backward", "updated in backward, fsdp"])
+@pytest.mark.parametrize(
+    "case", ["fsdp", "tensor, full", "updated in backward", "updated in backward, fsdp", "kept on the host", "kept on the host, updated"]
+)
 def test_on_a_gpu_they_also_take_as_long_and_reserve_as_much(workspace: Path, case: str) -> None:
     device = find("h100-80gb")
     with planning_for(PlannedGPU(device.name, device.compute_capability, lambda tensor: False)):
@@ -62,6 +68,7 @@ def test_on_a_gpu_they_also_take_as_long_and_reserve_as_much(workspace: Path, ca
     assert few.left_out > 0 and few.steps[-1] == all_.steps[-1]
     assert slowest_step(few, device, 8) == pytest.approx(slowest_step(all_, device, 8), rel=1e-9)
     assert on_gpu(0, few, device, 0).driver_peak == on_gpu(0, all_, device, 0).driver_peak
+    assert few.host_bytes == all_.host_bytes
 
 
 @pytest.mark.parametrize("case", WHOLE)

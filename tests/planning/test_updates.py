@@ -15,7 +15,6 @@ from fw.api import update_alone
 from fw.meter.account import Rules
 from fw.meter.devices import find
 from fw.meter.planned import PlannedGPU, planning_for
-from fw.meter.step_memory import GRADIENTS, WEIGHTS
 from fw.planning.ledger import Ledger
 from fw.planning.on_gpu import on_gpu, slowest_step
 from fw.planning.plan import largest_step
@@ -36,12 +35,19 @@ CASES = {
     **{name: [f"optimizer={name}"] for name in ("adamw_8bit", "lion_8bit", "adamw_bf16", "lion", "lamb", "adafactor", "muon")},
     "muon, bf16, two ranks": ["optimizer=muon", "precision=bf16", *DIVIDED],
     "adamw_8bit, bf16_true, two ranks": ["optimizer=adamw_8bit", "precision=bf16_true", *DIVIDED],
+    "updated in backward": ["optimizer={name: adamw_8bit, in_backward: true}", "train.gradient_clip_norm=0"],
     "paged": ["optimizer=paged_adamw_8bit"],
 }
 
 
 @pytest.mark.parametrize(
-    ("case", "gpu"), [*((case, False) for case in CASES if case != "paged"), ("paged", True), ("adamw_8bit, bf16_true, two ranks", True)]
+    ("case", "gpu"),
+    [
+        *((case, False) for case in CASES if case != "paged"),
+        ("paged", True),
+        ("adamw_8bit, bf16_true, two ranks", True),
+        ("muon, bf16, two ranks", True),
+    ],
 )
 def test_one_stands_for_those_that_are_alike(workspace: Path, monkeypatch: pytest.MonkeyPatch, case: str, gpu: bool) -> None:
     device = find("a100-80gb") if gpu else None
@@ -81,20 +87,59 @@ class _Keeping(PerParameter):
         state[f"kept_{len(state)}"] = grad.clone()
 
 
-@pytest.mark.parametrize("same", [True, False], ids=["all alike", "one of another shape"])
-def test_updates_that_keep_memory_are_all_done(same: bool) -> None:
+def test_updates_that_keep_memory_are_all_done() -> None:
+    weights = _weights()
     with Ledger() as ledger:
-        shapes = [(8, 4), (8, 4), (8, 4) if same else (16, 4)]
-        weights = [torch.empty(shape).requires_grad_() for shape in shapes]
-        for weight in weights:
-            weight.grad = torch.empty_like(weight)
         optimizer = _Keeping(weights, {})
         with ledger.recording(torch.device("cpu"), Rules()) as found:
-            found.known(WEIGHTS, weights)
-            found.known(GRADIENTS, [weight.grad for weight in weights if weight.grad is not None])
             optimizer.step()
         assert all(len(optimizer.state[weight]) == 1 for weight in weights)
         assert sum(block.nbytes for block in found.history.left) == sum(4 * weight.numel() for weight in weights)
+
+
+def _takes(factor: int) -> Any:
+    return lambda parameter, grad, state, group: parameter.new_empty(factor * parameter.numel())
+
+
+class _Two:
+    """Updates some parameters otherwise than others."""
+
+    def small(self, parameter: Tensor, grad: Tensor, state: dict[str, Tensor], group: dict[str, Any]) -> None:
+        parameter.new_empty(parameter.numel())
+
+    def large(self, parameter: Tensor, grad: Tensor, state: dict[str, Tensor], group: dict[str, Any]) -> None:
+        parameter.new_empty(100 * parameter.numel())
+
+    def by_state(self, parameter: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        kept = state["kept"]
+        parameter.new_empty((kept if isinstance(kept, int) else len(kept)) * parameter.numel())
+
+
+@pytest.mark.parametrize(
+    "updates",
+    [
+        [(_takes(1), {}), (_takes(100), {})],
+        [(_Two().small, {}), (_Two().large, {})],
+        [(_Two().by_state, {"kept": 1}), (_Two().by_state, {"kept": 100})],
+        [(_Two().by_state, {"kept": [torch.ones(1)]}), (_Two().by_state, {"kept": [torch.ones(1)] * 100})],
+    ],
+    ids=["functions", "methods", "numbers as state", "lists as state"],
+)
+def test_what_differs_in_more_than_shapes_is_done(updates: list[tuple[Any, dict[str, Any]]]) -> None:
+    weights = _weights()
+    with Ledger() as ledger, ledger.recording(torch.device("cpu"), Rules()) as found:
+        for weight, (update, state) in zip(weights, updates, strict=False):
+            assert weight.grad is not None
+            update_alone(update, weight, weight.grad, state, {})
+    assert found.history.account().peak_bytes - sum(block.nbytes for block in found.history.before) == 100 * 32 * 4
+
+
+def _weights() -> list[Tensor]:
+    """With gradients, all alike."""
+    weights = [torch.zeros(8, 4).requires_grad_() for _ in range(3)]
+    for weight in weights:
+        weight.grad = torch.zeros_like(weight)
+    return weights
 
 
 def test_where_nothing_is_planned_all_are_done() -> None:

@@ -19,7 +19,7 @@ from statistics import median
 import torch
 
 from fw.meter.bandwidth import read_bandwidth
-from peers import measured
+from peers import measured, pythons
 from random_llama import make
 
 HERE = Path(__file__).parent
@@ -51,7 +51,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--new", type=int, default=128)
-    parser.add_argument("--peers", nargs="+", default=[])
+    parser.add_argument("--peers", nargs="+", default=pythons(), metavar="PYTHON")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as place:
         model = Path(place)

@@ -33,6 +33,7 @@ from tqdm import tqdm
 
 import serve_soak
 from http_client import Closed, Connection
+from peers import having, pythons
 from random_llama import CONTEXT, VOCABULARY, make
 
 BEGIN_S = 600.0
@@ -191,12 +192,6 @@ def measure(name: str, python: str, model: Path, options: argparse.Namespace) ->
     return figures
 
 
-def has(python: str, module: str) -> bool:
-    """Whether a Python has it."""
-    code = f"import sys, importlib.util as u; sys.exit(u.find_spec({module!r}) is None)"
-    return subprocess.run([python, "-c", code], check=False).returncode == 0
-
-
 def main() -> None:
     """Measure and print tables."""
     if "--soak" in sys.argv:
@@ -208,11 +203,9 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=128)
     parser.add_argument("--least", type=int, default=32, help="requests at least of all clients together, with each number of clients")
     parser.add_argument("--servers", nargs="+", choices=list(PEERS), default=list(PEERS))
-    parser.add_argument("--peers", nargs="+", default=[])
+    parser.add_argument("--peers", nargs="+", default=pythons(), metavar="PYTHON")
     options = parser.parse_args()
-    pythons = {
-        name: next((each for each in [sys.executable, *options.peers] if has(each, PEERS[name].module)), None) for name in options.servers
-    }
+    found_in = {name: having(PEERS[name].module, options.peers) for name in options.servers}
     told: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     with tempfile.TemporaryDirectory() as place:
         model = Path(place) / "llama-336m"
@@ -220,7 +213,7 @@ def main() -> None:
         make(model)
         for number in range(options.rounds):
             print(f"round {number + 1}: load {os.getloadavg()[0]:.2f}", flush=True)
-            for name, python in pythons.items():
+            for name, python in found_in.items():
                 if python is None:
                     print(f"  {name}: not installed")
                     continue

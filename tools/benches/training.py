@@ -1,11 +1,12 @@
-"""Training by fw beside transformers and litgpt: a Llama of 56 M parameters, the same batches, each in a process of its own, in
+"""Training by fw beside transformers, peft, litgpt, torch and accelerate: the same shape and batches, each in a process of its own, in
 rounds.
 
-    tools/bench training [--rounds 3] [--steps 12] [--precisions bf16 fp32] [--ways …] [--peers PYTHON …]
+    tools/bench training [--cases …] [--ways …] [--rounds 3] [--steps 20] [--write] [--peers PYTHON …]
 
-Weights and AdamW's state in fp32 everywhere, products in the dtype named, gradients clipped. Tokens per second are of the median step after
-those that warm up, and beside them the share of what the step's matrix products alone would allow, measured in the same round. `--peers`
-names Pythons that have what this one has not: litgpt, whose weights are its own, and its losses others.
+AdamW's state and what is trained in fp32 everywhere, products in the dtype named, gradients clipped. Tokens per second are of the median
+step after those that warm up; beside them the share of what the step's matrix products alone would allow, measured in the same round.
+Resident is a process's peak; allocated what torch's allocator has given out at most from the second step on, by its own events, in a run
+of its own. Peers' Pythons are those of `tools/bench setup-peers`, or `--peers`. `--write` keeps all in docs/benchmarks.json and its page.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from __future__ import annotations
 import argparse
 import csv
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -22,98 +22,89 @@ from collections import defaultdict
 from itertools import islice
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import numpy as np
 import torch
-import yaml
 
+import benchmarks
 from fw.config import load
 from fw.recipe import resolve
 from fw.training.order import StepOrder
-from peers import measured
-from random_llama import Shape, make
+from peers import check_quiet, having, load as load_average, printed, pythons
+from random_llama import make
+from training_cases import CASES, Case, config
 
 HERE = Path(__file__).parent
-SHAPE = Shape(layers=8, hidden=512, inner=1376, heads=8, kv_heads=4)
-ROWS, LENGTH, WARM_UP = 4, 512, 3
+WARM_UP = 3
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-WAYS = {
-    "fw": ("fw", ()),
-    "fw, compiled": ("fw", ("train.compile=true",)),
-    "transformers": ("transformers", ("eager",)),
-    "transformers, compiled": ("transformers", ("compiled",)),
-    "litgpt": ("litgpt", ("eager",)),
-    "litgpt, compiled": ("litgpt", ("compiled",)),
+MODULES = {
+    "transformers": "transformers",
+    "peft": "peft",
+    "litgpt": "litgpt",
+    "torch fully_shard": "transformers",
+    "accelerate": "accelerate",
 }
+"""What a peer's Python must have."""
+Figures = dict[str, dict[str, list[float]]]
+"""By way and figure, one of each round."""
 
 
-def products_alone(dtype: torch.dtype) -> float:
-    """Tokens per second of a step that were nothing but its layers' products, forward and both gradients, of the same shapes."""
-    hidden, kv = SHAPE.hidden, SHAPE.kv_heads * SHAPE.hidden // SHAPE.heads
-    attention = [(hidden, hidden), (hidden, hidden), (hidden, kv), (hidden, kv)]
-    block = [*attention, (hidden, SHAPE.inner), (hidden, SHAPE.inner), (SHAPE.inner, hidden)]
-    seconds = {shape: _product_seconds(*shape, dtype) for shape in {*block, (hidden, SHAPE.vocabulary)}}
-    return ROWS * LENGTH / (SHAPE.layers * sum(seconds[shape] for shape in block) + seconds[hidden, SHAPE.vocabulary])
+def products_alone(case: Case) -> float:
+    """Tokens per second of a step that were nothing but its products, of the same shapes: forward, again where blocks are recomputed, the
+    gradients of what goes in, and those of weights that train."""
+    shape = case.shape
+    kv = shape.kv_heads * shape.hidden // shape.heads
+    attention = [(shape.hidden, shape.hidden), (shape.hidden, shape.hidden), (shape.hidden, kv), (shape.hidden, kv)]
+    block = [*attention, (shape.hidden, shape.inner), (shape.hidden, shape.inner), (shape.inner, shape.hidden)]
+    head = (shape.hidden, shape.vocabulary)
+    seconds = {each: _product_seconds(case, *each, again=case.recomputed and each != head) for each in {*block, head}}
+    return case.rows * case.length / (shape.layers * sum(seconds[each] for each in block) + seconds[head])
 
 
-def _product_seconds(inner: int, outer: int, dtype: torch.dtype) -> float:
-    """Median time of a layer's three."""
-    x, w, g = (torch.randn(shape).to(dtype) for shape in ((ROWS * LENGTH, inner), (outer, inner), (ROWS * LENGTH, outer)))
+def _product_seconds(case: Case, inner: int, outer: int, again: bool) -> float:
+    """Median time of a layer's products."""
+    tokens = case.rows * case.length
+    x, w, g = (torch.randn(shape).to(DTYPES[case.precision]) for shape in ((tokens, inner), (outer, inner), (tokens, outer)))
     seconds = []
     for _ in range(7):
         began = time.perf_counter()
-        torch.nn.functional.linear(x, w)
+        for _ in range(2 if again else 1):
+            torch.nn.functional.linear(x, w)
         g @ w
-        g.t() @ x
+        if case.trains == "all":
+            g.t() @ x
         seconds.append(time.perf_counter() - began)
     return median(seconds)
 
 
-def config(place: Path, steps: int) -> Path:
-    """Of fw's run."""
-    tree = {
-        "model": {"name": "auto", "path": str(place / "model")},
-        "data": {"name": "synthetic", "vocab_size": SHAPE.vocabulary, "samples": ROWS * steps},
-        "optimizer": {"name": "adamw", "lr": 3e-4},
-        "schedule": "constant",
-        "train": {
-            "max_steps": steps,
-            "global_batch_size": ROWS,
-            "micro_batch_size": ROWS,
-            "sequence_length": LENGTH,
-            "val_every": 0,
-            "save_every": 0,
-            "sample_tokens": 0,
-            "run_dir": str(place / "run"),
-        },
-        "memory": {"measure_step": 0},
-        "launch": {"accelerator": "cpu"},
-        "logger": ["csv"],
-    }
-    file = place / "training.yaml"
-    file.write_text(yaml.safe_dump(tree))
-    return file
-
-
-def write_batches(file: Path, place: Path, steps: int) -> None:
+def write_batches(file: Path, case: Case, place: Path, steps: int) -> None:
     """What fw's run will see, for the others: int64 ``[steps, rows, length + 1]``."""
-    recipe = resolve(load(file, []))
-    rows = recipe.data.open(LENGTH).train
-    order = StepOrder(len(rows), ROWS, recipe.train.seed, 0)
+    recipe = resolve(load(file, ["launch.devices=1", "sharding=single"]))
+    rows = recipe.data.open(case.length).train
+    order = StepOrder(len(rows), case.rows, recipe.train.seed, 0)
     whole = [torch.cat([row["input_ids"], row["labels"][-1:]]) for row in (rows[n] for n in range(len(rows)))]
     batches = [[whole[int(n)].numpy() for n in batch] for batch in islice(order, steps)]
     np.save(place / "batches.npy", np.array(batches))
 
 
-def measure(way: str, precision: str, place: Path, options: argparse.Namespace) -> dict[str, float] | None:
-    """Tokens per second, the last loss and the process's peak in MiB; None where the program is not installed."""
-    program, given = WAYS[way]
-    if program == "fw":
-        return of_fw(place, [f"precision={precision}", *given])
-    return measured(way, HERE / "training_peers.py", [program, *given, precision, str(place)], options.peers)
+def measure(case: Case, way: str, place: Path, peers: list[str], memory: bool) -> dict[str, float] | None:
+    """Figures of one process; None where the program is not installed.
+
+    Args:
+        memory: measure what is allocated, and nothing else.
+    """
+    if way.startswith("fw"):
+        overrides = ["train.compile=true"] if way.endswith("compiled") else []
+        return fw_allocated(place, overrides) if memory else fw_trained(place, overrides)
+    spec = case.spec(way, place, memory)
+    if (python := having(MODULES[spec["program"]], peers)) is None:
+        return None
+    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={case.ranks}"] if case.ranks > 1 else []
+    return printed(way, [python, *launch, str(HERE / "training_peers.py"), json.dumps(spec)])
 
 
-def of_fw(place: Path, overrides: list[str]) -> dict[str, float]:
+def fw_trained(place: Path, overrides: list[str]) -> dict[str, float]:
     """By what `fw train` writes down."""
     words = [sys.executable, "-m", "fw", "train", str(place / "training.yaml"), *overrides]
     found = subprocess.run(words, capture_output=True, text=True, check=False)
@@ -124,44 +115,65 @@ def of_fw(place: Path, overrides: list[str]) -> dict[str, float]:
     peak = json.loads((place / "run" / "summary.json").read_text())["peak_memory_bytes"]
     subprocess.run(["rm", "-r", str(place / "run")], check=True)
     rates = [float(row["tokens_per_s"]) for row in rows[WARM_UP:]]
-    return {"tokens/s": median(rates), "loss": float(rows[-1]["loss"]), "peak": peak / 2**20}
+    return {"tokens/s": median(rates), "loss": float(rows[-1]["loss"]), "resident": peak / 2**20}
 
 
-def main() -> None:
-    """Measure and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--precisions", nargs="+", default=list(DTYPES), choices=list(DTYPES))
-    parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=list(WAYS))
-    parser.add_argument("--peers", nargs="+", default=[])
-    options = parser.parse_args()
-    if options.steps <= WARM_UP:
-        parser.error(f"--steps: {options.steps} is too small; the first {WARM_UP} warm up")
-    told: dict[tuple[str, str], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-    speeds: dict[str, list[float]] = defaultdict(list)
+def fw_allocated(place: Path, overrides: list[str]) -> dict[str, float]:
+    """By `fw profile`, of the rank that takes most."""
+    words = ["profile", str(place / "training.yaml"), "--json", "--steps", "2", "--timed", "0", *overrides]
+    found = subprocess.run([sys.executable, "-m", "fw", *words], capture_output=True, text=True, check=False, cwd=place)
+    if found.returncode:
+        sys.exit(f"fw: {found.stderr.strip()[-2000:]}")
+    return {"allocated": max(rank["allocated_peak_bytes"] for rank in json.loads(found.stdout)["per_rank"]) / 2**20}
+
+
+def rounds(name: str, case: Case, ways: list[str], options: argparse.Namespace) -> dict[str, Any]:
+    """All figures of a case."""
+    told: Figures = defaultdict(lambda: defaultdict(list))
+    products: list[float] = []
     with tempfile.TemporaryDirectory() as directory:
         place = Path(directory)
         (place / "model").mkdir()
-        make(place / "model", SHAPE)
-        write_batches(config(place, options.steps), place, options.steps)
+        make(place / "model", case.shape)
+        write_batches(config(case, place, options.steps), case, place, options.steps)
         for number in range(options.rounds):
-            for precision in options.precisions:
-                speeds[precision].append(products_alone(DTYPES[precision]))
-                said = f"products alone {speeds[precision][-1]:,.0f} tokens/s, load {os.getloadavg()[0]:.2f}"
-                print(f"round {number + 1}, {precision}: {said}", flush=True)
-                for way in options.ways:
-                    if (figures := measure(way, precision, place, options)) is None:
-                        print(f"  {way}: not installed")
-                        continue
-                    for name, value in figures.items():
-                        told[precision, way][name].append(value)
-                    print(f"  {way}: " + ", ".join(f"{name} {value:,.4g}" for name, value in figures.items()), flush=True)
-    print(f"\nmedian of {options.rounds} rounds\n\n| | | tokens/s | of its products alone | last loss | peak resident |\n|" + " --- |" * 6)
-    for (precision, way), by_name in told.items():
-        rate = median(by_name["tokens/s"])
-        share = rate / median(speeds[precision])
-        print(f"| {precision} | {way} | {rate:,.0f} | {share:.2f} | {by_name['loss'][-1]:.4f} | {median(by_name['peak']):,.0f} MiB |")
+            if not options.busy:
+                check_quiet()
+            products.append(products_alone(case))
+            print(f"{name}, round {number + 1}: products alone {products[-1]:,.0f} tokens/s, load {load_average():.2f}", flush=True)
+            for way in ways:
+                if (figures := measure(case, way, place, options.peers, memory=False)) is None:
+                    print(f"  {way}: not installed")
+                    continue
+                if number == 0:
+                    figures |= measure(case, way, place, options.peers, memory=True) or {}
+                for figure, value in figures.items():
+                    told[way][figure].append(value)
+                print(f"  {way}: " + ", ".join(f"{figure} {value:,.4g}" for figure, value in figures.items()), flush=True)
+    return {"products": products, "ways": told}
+
+
+def main() -> None:
+    """Measure, print tables, keep what was found where that is asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES), metavar="CASE", help=f"of: {'; '.join(CASES)}")
+    parser.add_argument("--ways", nargs="+", metavar="WAY", help="programs, of those that a case has; all where left out")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--peers", nargs="+", default=pythons(), metavar="PYTHON")
+    parser.add_argument("--busy", action="store_true", help="measure also where others use the processors")
+    parser.add_argument("--write", action="store_true", help="keep what was found in docs/benchmarks.json, and make its page anew")
+    options = parser.parse_args()
+    if options.steps <= WARM_UP:
+        parser.error(f"--steps: {options.steps} is too small; the first {WARM_UP} warm up")
+    for name in options.cases:
+        ways = [way for way in CASES[name].ways if not options.ways or way in options.ways]
+        found = rounds(name, CASES[name], ways, options)
+        print("\n".join(["", f"{name}: medians of {options.rounds}", "", *benchmarks.table(found), ""]), flush=True)
+        if options.write:
+            benchmarks.keep(
+                "training", name, found, {"command": "tools/bench training --write", "steps": options.steps, "peers": options.peers}
+            )
 
 
 if __name__ == "__main__":

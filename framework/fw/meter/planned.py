@@ -59,12 +59,15 @@ class Update(Protocol):
     def __call__(self, parameter: Tensor, grad: Tensor, state: dict[str, Tensor], group: dict[str, Any], /) -> None: ...
 
 
-_in_place_of: list[Callable[[Update, Tensor, Tensor, dict[str, Tensor], dict[str, Any]], bool]] = []
+StandIn = Callable[[Update, Tensor, Tensor, dict[str, Tensor], dict[str, Any]], bool]
+"""Does what an update does with memory; False where it leaves that to the update."""
+
+_in_place_of: list[StandIn] = []
 
 
 @contextmanager
-def updates_by(stand_in: Callable[[Update, Tensor, Tensor, dict[str, Tensor], dict[str, Any]], bool]) -> Iterator[None]:
-    """Within it, ``stand_in`` is asked to do what an update does with memory; False where it leaves that to the update."""
+def updates_by(stand_in: StandIn) -> Iterator[None]:
+    """Within it, ``stand_in`` is asked before each update of :func:`update_alone`."""
     _in_place_of.append(stand_in)
     try:
         yield
@@ -73,10 +76,12 @@ def updates_by(stand_in: Callable[[Update, Tensor, Tensor, dict[str, Tensor], di
 
 
 def update_alone(update: Update, parameter: Tensor, grad: Tensor, state: dict[str, Tensor], group: dict[str, Any]) -> None:
-    """Update a parameter by a function of nothing else, which gives back all memory it takes.
+    """Update a parameter by a function, or a method of an optimizer, whose need for memory depends on what it is given alone.
 
-    A plan calls it once for parameters that are alike in shape, dtype and placement, of a group with the same options; all else does
-    each time.
+    In a plan the update of one parameter stands for those of others that are alike: in shape, strides, dtype, device and placement of
+    parameter, gradient and state, in what numbers the state has, and in the options of the group. For these the function is not called.
+    What else an update goes by, attributes of the optimizer or of the parameter, is not compared; one that keeps memory, gives some back
+    that it did not take, or has state of another kind than tensors and numbers is called for each. Everywhere else it is called each time.
     """
     if not (_in_place_of and _in_place_of[-1](update, parameter, grad, state, group)):
         update(parameter, grad, state, group)

@@ -47,7 +47,7 @@ class Gpu:
         self._history: History | None = None
         self.groups: set[tuple[int, ...]] = set()
         """Ranks that have exchanged something."""
-        self.host_bytes = self.host_peak_bytes = 0
+        self.host_bytes = self.host_peak_bytes = self.left_out_bytes = 0
 
     @contextmanager
     def entered(self) -> Iterator[None]:
@@ -62,12 +62,15 @@ class Gpu:
 
     @contextmanager
     def recording(self, history: History) -> Iterator[None]:
-        """What operators cost goes there."""
+        """What operators cost goes there. What blocks that it leaves out would keep in host memory is added to its peak."""
         self._history = history
+        before, self.host_peak_bytes = self.host_peak_bytes, self.host_bytes
         try:
             yield
         finally:
             self._history = None
+            self.host_peak_bytes = max(before, self.host_peak_bytes + self.left_out_bytes)
+            self.left_out_bytes = 0
 
     @contextmanager
     def on_host(self) -> Iterator[None]:

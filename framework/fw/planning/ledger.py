@@ -123,7 +123,8 @@ class Ledger(TorchDispatchMode):
         """What memory's coming and going may depend on, of one of the ledger's tensors."""
         block = self.block_of(tensor)
         on_host = self.gpu is not None and self.gpu.is_on_host(tensor)
-        return on_host, None if block is None else (block.category, block.passing)
+        stream = 0 if self.gpu is None else self.gpu.stream
+        return stream, on_host, None if block is None else (block.category, block.passing)
 
     def bind(self, tensor: Tensor, block: Block) -> None:
         """From now on it lies in ``block``."""

@@ -35,8 +35,6 @@ class Repetition:
         self.paths = Places(made.stepper, self._blocks).paths
         self._list = _list_of(made.model, self._blocks)
         self._host_before: int | None = None
-        self.host_bytes = 0
-        """What blocks that were left out would keep in host memory, where that is another, when their forward has ended."""
         self._trained = [p for p in made.model.parameters() if p.requires_grad]
 
     @staticmethod
@@ -71,14 +69,15 @@ class Repetition:
         return self._ledger.leaving_alone(p for number in blocks for p in self._blocks[number].parameters())
 
     def saw_host(self, template: bool, count: int) -> None:
-        """In forward the template begins, goes on, or has ended; ``count`` periods like it are missing."""
-        if self._ledger.gpu is None:
+        """In forward the template begins, goes on, or has ended; ``count`` periods like it are missing, and with them what each keeps in
+        host memory."""
+        if (gpu := self._ledger.gpu) is None:
             return
-        now = self._ledger.gpu.host_bytes
+        now = gpu.host_bytes
         if template and self._host_before is None:
             self._host_before = now
         elif not template and self._host_before is not None:
-            self.host_bytes = max(self.host_bytes, (now - self._host_before) * count)
+            gpu.left_out_bytes = max(gpu.left_out_bytes, (now - self._host_before) * count)
             self._host_before = None
 
     @property

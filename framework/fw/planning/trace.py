@@ -130,7 +130,7 @@ def trace_blocks(
         telling = [*_telling(local), len(local)]
         repeated = [following - number for number, following in pairwise(telling)]
         gpu = ledger.gpu
-        host_bytes = 0 if gpu is None else gpu.host_peak_bytes + (0 if repetition is None else repetition.host_bytes)
+        host_bytes = 0 if gpu is None else gpu.host_peak_bytes
         groups = frozenset() if gpu is None else gpu.groups
         return RankTrace(loaded, steps, load, left_out, histories, repeated, groups, host_bytes, read, resume, save)
 

@@ -36,7 +36,8 @@ class Updates:
 
     def stand_in(self, update: Update, parameter: Tensor, grad: Tensor, state: dict[str, Tensor], group: dict[str, Any]) -> bool:
         """Record what an update does, which is done once; False where it has to be done."""
-        key = self._key(update, parameter, grad, state, group)
+        if (key := self._key(update, parameter, grad, state, group)) is None:
+            return False
         if key not in self._done:
             changes, costs = len(self._history.changes), len(self._history.costs)
             update(parameter, grad, state, group)
@@ -51,10 +52,16 @@ class Updates:
         return True
 
     def _key(self, update: Update, parameter: Tensor, grad: Tensor, state: dict[str, Tensor], group: dict[str, Any]) -> Any:
-        tensors = {"": parameter, ".grad": grad, **state}
+        """What is the same of updates that are alike; None where not all of it can be known."""
+        numbers = {name: value for name, value in state.items() if not isinstance(value, Tensor)}
+        if not all(isinstance(value, int | float | str | None) for value in numbers.values()):
+            return None
+        tensors = {"": parameter, ".grad": grad, **{name: value for name, value in state.items() if name not in numbers}}
         return (
-            type(getattr(update, "__self__", update)),
-            tuple((name, *self._of(tensor)) for name, tensor in sorted(tensors.items()) if isinstance(tensor, Tensor)),
+            type(getattr(update, "__self__", None)),
+            getattr(update, "__func__", update),
+            tuple((name, *self._of(tensor)) for name, tensor in sorted(tensors.items())),
+            tuple(sorted((name, repr(value)) for name, value in numbers.items())),
             tuple((name, repr(value)) for name, value in sorted(group.items()) if name != "params"),
         )
 

@@ -17,7 +17,11 @@ _CHUNK = 1 << 24
 
 
 class PerParameter(torch.optim.Optimizer):
-    """An update of one parameter after another, so that what is temporary is never more than for one."""
+    """An update of one parameter after another, so that what is temporary is never more than for one.
+
+    Plans take one for others that are alike (:func:`fw.api.update_alone`): what an update needs of memory may depend on the parameter,
+    its gradient, its state and its group alone.
+    """
 
     def begin(self) -> None:
         """Make the state of every parameter that has none yet, as it is before the first step."""

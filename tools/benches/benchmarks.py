@@ -1,0 +1,173 @@
+"""docs/benchmarks.json, what was measured beside peers, and docs/benchmarks.md, which is made of it alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Iterable, Mapping
+from datetime import date
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from fw.meter.drawing import Drawing, Words
+
+DOCS = Path(__file__).parents[2] / "docs"
+MARKS = {
+    "tokens/s": 1.25,
+    "of its products": 0.80,
+    "allocated": 0.75,
+    "resident": 0.90,
+}
+"""What training aims at: tokens per second of the best peer's, of what its products alone allow (bf16), bytes of the leanest peer's."""
+INTRO = """# Beside other programs
+
+The same model, batches and machine, one program at a time, in rounds; medians, and what they spread over. `tools/bench setup-peers` makes
+the environments, `tools/bench training --write` measures all of this anew, `tools/bench check` says whether fw has fallen behind what is
+here. {machine}.
+
+## Training
+
+Random weights of a Llama, 20 steps, AdamW whose state is in fp32, gradients clipped; where adapters train (rank 16, on all linear layers),
+the base is in bf16, or in 4 bits (nf4, double quantization). **Products**: of the tokens per second that the step's matrix products alone
+would allow, measured in the same round; above 1 where fw's own kernels are faster than torch's. **Allocated**: at most from the second step
+on, by the events of torch's allocator. **Resident**: the most that a process had. Peers run as their documentation shows: transformers and
+litgpt under autocast, peft over transformers, torch's `fully_shard` and accelerate's FSDP2 over transformers, `torch.compile` of the whole
+model where it says compiled; fw compiles blocks.
+"""
+
+
+def keep(bench: str, case: str, found: Mapping[str, Any], about: Mapping[str, Any]) -> None:
+    """Put a case's figures in the place of earlier ones, and make the page anew."""
+    file = DOCS / "benchmarks.json"
+    kept: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
+    versions = {"torch": torch.__version__, **{name: version for python in about.get("peers", ()) for name, version in _versions(python)}}
+    whole = {**found, "machine": machine(), "date": str(date.today()), "commit": _commit(), "versions": versions, **about}
+    whole.pop("peers", None)
+    kept.setdefault(bench, {})[case] = whole
+    file.write_text(json.dumps(kept, indent=1) + "\n")
+    (DOCS / "benchmarks.md").write_text(page(kept))
+    (DOCS / "benchmarks.svg").write_text(picture(kept["training"]).svg("benchmarks"))
+
+
+def page(kept: Mapping[str, Any]) -> str:
+    """Markdown."""
+    cases = kept["training"]
+    machines = sorted({case["machine"] for case in cases.values()})
+    lines = [INTRO.format(machine="; ".join(machines)), "![tokens per second of fw, of the best peer's](benchmarks.svg)", ""]
+    for name, case in cases.items():
+        versions = ", ".join(f"{package} {version}" for package, version in case["versions"].items())
+        lines += [f"### {name}", "", *table(case), ""]
+        lines += [f"fw at {case['commit']}, {case['date']}, {len(case['products'])} rounds, {versions}. {said(case)}", ""]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def table(case: Mapping[str, Any]) -> list[str]:
+    """Of a case, in Markdown."""
+    products = median(case["products"])
+    lines = ["| | tokens/s | spread | products | last loss | allocated | resident |", "|" + " --- |" * 7]
+    for way, figures in case["ways"].items():
+        rates = figures["tokens/s"]
+        spread = f"{min(rates):,.0f} to {max(rates):,.0f}"
+        memory = [f"{median(figures[name]):,.0f} MiB" if name in figures else "" for name in ("allocated", "resident")]
+        share = f"{median(rates) / products:.2f}"
+        lines.append(f"| {way} | {median(rates):,.0f} | {spread} | {share} | {median(figures['loss']):.3f} | {' | '.join(memory)} |")
+    return lines
+
+
+def ratios(case: Mapping[str, Any]) -> dict[str, float]:
+    """Of fw's fastest way: tokens per second by the best peer's, by those of its products; bytes of fw's leanest by the leanest peer's."""
+    ways = {way: {name: median(values) for name, values in figures.items()} for way, figures in case["ways"].items()}
+    ours, others = ([each for way, each in ways.items() if way.startswith("fw") is own] for own in (True, False))
+    if not ours:
+        return {}
+    best = max(each["tokens/s"] for each in ours)
+    found = {"of its products": best / median(case["products"])}
+    if others:
+        found["tokens/s"] = best / max(each["tokens/s"] for each in others)
+        for name in ("allocated", "resident"):
+            least = [_least(each, name) for each in (ours, others)]
+            if None not in least and least[1]:
+                found[name] = least[0] / least[1]  # type: ignore[operator]
+    return found
+
+
+def _least(ways: Iterable[Mapping[str, float]], name: str) -> float | None:
+    return min((way[name] for way in ways if name in way), default=None)
+
+
+def said(case: Mapping[str, Any]) -> str:
+    """The ratios in words, and whether each is what is aimed at."""
+    found = ratios(case)
+    words = {
+        "tokens/s": "{:.2f} × the best peer's tokens per second",
+        "of its products": "{:.2f} of what its products allow",
+        "allocated": "{:.2f} of the leanest peer's allocated bytes",
+        "resident": "{:.2f} of its resident ones",
+    }
+    return (
+        "fw: "
+        + ", ".join(f"{text.format(found[name])} ({_against(name, found[name])})" for name, text in words.items() if name in found)
+        + "."
+    )
+
+
+def _against(name: str, value: float) -> str:
+    mark = MARKS[name]
+    reached = value <= mark if name in ("allocated", "resident") else value >= mark
+    return f"{mark:g} {'reached' if reached else 'not reached'}"
+
+
+def picture(cases: Mapping[str, Any]) -> Drawing:
+    """fw's tokens per second by the best peer's, a bar for each case, and the mark."""
+    rows = [(name, found["tokens/s"]) for name, case in cases.items() if "tokens/s" in (found := ratios(case))]
+    left, step, width = 230, 34, 900
+    most = max([MARKS["tokens/s"], *(value for _, value in rows)]) * 1.1
+    scale = (width - left - 70) / most
+    drawing = Drawing(width, 60 + step * len(rows), "tokens per second of fw, of the best peer's")
+    for mark, words in ((1.0, "the best peer"), (MARKS["tokens/s"], "aimed at")):
+        drawing.rectangle(left + mark * scale, 26, 1.5, step * len(rows) + 8, "soft")
+        drawing.shapes.append(Words(left + mark * scale, 18, f"{words} {mark:g}", "middle", "soft"))
+    for number, (name, value) in enumerate(rows):
+        y = 34 + number * step
+        drawing.rectangle(left, y, value * scale, 20, "#2364aa" if value >= 1 else "#d1495b")
+        drawing.shapes += [Words(left - 10, y + 15, name, "end"), Words(left + value * scale + 8, y + 15, f"{value:.2f}", bold=True)]
+    return drawing
+
+
+def machine() -> str:
+    """In words."""
+    model = next((line.partition(":")[2].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")), platform.machine())
+    return f"{os.cpu_count()} cores ({model})"
+
+
+def _lines(file: str) -> list[str]:
+    return Path(file).read_text().splitlines() if Path(file).exists() else []
+
+
+def _commit() -> str:
+    words = ["git", "describe", "--always", "--dirty", "--exclude=*"]
+    return subprocess.run(words, cwd=DOCS.parent, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def _versions(python: str) -> list[tuple[str, str]]:
+    """Of peers that a Python has."""
+    code = (
+        "import importlib.metadata as m, json\n"
+        "found = []\n"
+        "for name in ('transformers', 'peft', 'litgpt', 'accelerate', 'bitsandbytes'):\n"
+        "    try: found.append((name, m.version(name)))\n"
+        "    except m.PackageNotFoundError: pass\n"
+        "print(json.dumps(found))"
+    )
+    return [tuple(each) for each in json.loads(subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout)]
+
+
+if __name__ == "__main__":
+    kept = json.loads((DOCS / "benchmarks.json").read_text())
+    (DOCS / "benchmarks.md").write_text(page(kept))
+    (DOCS / "benchmarks.svg").write_text(picture(kept["training"]).svg("benchmarks"))

@@ -1,0 +1,91 @@
+"""What `tools/bench training` trains: shapes, what of a model learns, and how many processes; fw's config of each."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from random_llama import Shape
+
+SMALL = Shape(layers=8, hidden=512, inner=1376, heads=8, kv_heads=4)
+LARGE = Shape()
+LORA = {"name": "lora", "rank": 16, "alpha": 32, "targets": ["all-linear"]}
+_WHOLE = ("fw", "fw, compiled", "transformers", "transformers, compiled", "litgpt", "litgpt, compiled")
+_ADAPTERS = ("fw", "fw, compiled", "peft", "peft, compiled")
+_RANKS = ("fw", "fw, compiled", "torch fully_shard", "torch fully_shard, compiled", "accelerate")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run that all programs do alike.
+
+    Attributes:
+        trains: ``all``, or adapters over a base in 16 bits (``lora``) or in 4 (``qlora``).
+        recomputed: of each block its input stays, and backward computes the rest again.
+        ranks: processes that divide parameters, gradients and optimizer state.
+        ways: programs, each eager and compiled where it has that.
+    """
+
+    shape: Shape
+    precision: str
+    rows: int = 4
+    length: int = 512
+    trains: str = "all"
+    recomputed: bool = False
+    ranks: int = 1
+    ways: tuple[str, ...] = field(default=_WHOLE)
+
+    def spec(self, way: str, place: Path, memory: bool) -> dict[str, Any]:
+        """For the script of a peer."""
+        program, _, compiled = way.partition(", ")
+        told = {name: value for name, value in asdict(self).items() if name not in ("shape", "ways")}
+        return {**told, "program": program, "compiled": bool(compiled), "place": str(place), "memory": memory}
+
+
+CASES = {
+    "56 M, bf16": Case(SMALL, "bf16"),
+    "56 M, fp32": Case(SMALL, "fp32"),
+    "336 M, bf16": Case(LARGE, "bf16", rows=1),
+    "336 M, LoRA, bf16": Case(LARGE, "bf16", rows=1, trains="lora", ways=_ADAPTERS),
+    "336 M, QLoRA, bf16": Case(LARGE, "bf16", rows=1, trains="qlora", ways=_ADAPTERS),
+    "56 M, recomputed, bf16": Case(SMALL, "bf16", recomputed=True),
+    "56 M, two ranks, bf16": Case(SMALL, "bf16", ranks=2, ways=_RANKS),
+}
+
+
+def config(case: Case, place: Path, steps: int) -> Path:
+    """fw's run of it, as a YAML file beside the model."""
+    tree: dict[str, Any] = {
+        "model": {"name": "auto", "path": str(place / "model")},
+        "data": {"name": "synthetic", "vocab_size": case.shape.vocabulary, "samples": case.rows * steps},
+        "precision": case.precision,
+        "optimizer": {"name": "adamw", "lr": 3e-4},
+        "schedule": "constant",
+        "train": {
+            "max_steps": steps,
+            "global_batch_size": case.rows,
+            "micro_batch_size": case.rows // case.ranks,
+            "sequence_length": case.length,
+            "val_every": 0,
+            "save_every": 0,
+            "sample_tokens": 0,
+            "run_dir": str(place / "run"),
+        },
+        "memory": {"measure_step": 0},
+        "launch": {"accelerator": "cpu", "devices": case.ranks},
+        "logger": ["csv"],
+    }
+    if case.trains != "all":
+        tree["peft"] = LORA
+    if case.trains == "qlora":
+        tree["quantization"] = {"name": "nf4", "double_quantization": True}
+    if case.recomputed:
+        tree["activation"] = "full"
+    if case.ranks > 1:
+        tree["sharding"] = "fsdp"
+    file = place / "training.yaml"
+    file.write_text(yaml.safe_dump(tree, sort_keys=False))
+    return file
