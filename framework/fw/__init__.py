@@ -53,6 +53,10 @@ _FROM = {
 os.environ.setdefault("KINETO_LOG_LEVEL", "6")
 
 
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
 def __getattr__(name: str) -> Any:
     if name in _FROM:
         return getattr(importlib.import_module(_FROM[name]), name)

@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from conftest import fw, metrics, summary
+from fw.training.environment import note_end
 from fw.training.past_runs import last_row
 from fw.training.same_run import held, lock_of
 
@@ -58,6 +59,19 @@ def test_one_that_goes_on_and_one_that_ended_early(run):
     assert told()["one"]["state"] == "not finished"
     fw("train", "tiny.yaml", *RUN, "train.max_steps=9", "train.run_dir=runs/one", "resume=auto").ok()
     assert (told()["one"]["state"], told()["one"]["step"]) == ("finished", 9)
+
+
+def test_one_that_failed_and_one_that_was_stopped(run):
+    failed = fw("train", "tiny.yaml", *RUN, "train.max_steps=6", "optimizer.lr=1e30", "train.run_dir=runs/bad")
+    assert failed.code == 1
+    bad = told()["bad"]
+    assert bad["state"] == "failed" and bad["said"] and bad["said"] in failed.err
+    assert f"runs/bad: {bad['said']}" in fw("runs").ok().out
+    note_end(run, 75)
+    tree = yaml.safe_load((run / "config.resolved.yaml").read_text())
+    tree["train"]["max_steps"] = 9
+    (run / "config.resolved.yaml").write_text(yaml.safe_dump(tree))
+    assert (told()["one"]["state"], told()["one"]["said"]) == ("stopped", "")
 
 
 def test_damages_are_told(run):

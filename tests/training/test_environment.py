@@ -11,13 +11,14 @@ import pytest
 import torch
 
 from conftest import column, environment, fw
-from fw.training.environment import git
+from fw.training.environment import git, last_end, weights
 
 GIT = ["git", "-c", "user.name=a", "-c", "user.email=a@b"]
 
 
 def starts(run: str) -> list[dict]:
-    return [json.loads(line) for line in Path(run, "environment.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in Path(run, "environment.jsonl").read_text().splitlines()]
+    return [line for line in lines if "started" in line]
 
 
 def test_every_start_is_noted(workspace: Path) -> None:
@@ -46,6 +47,71 @@ def test_a_run_is_repeated_by_what_it_left(workspace: Path) -> None:
     assert column("again", "loss") == column("run", "loss")
     one, other = (start["packages"] for start in (*starts("run"), *starts("again")))
     assert one == other
+
+
+PLUGIN = """
+import torch
+import fw
+from fw.api import OptimizerPlugin, OptimizerSpec
+
+@fw.register("mine")
+class Mine(OptimizerPlugin):
+    \"\"\"SGD.\"\"\"
+    api = 1
+
+    def spec(self, device):
+        return OptimizerSpec(torch.optim.SGD, LR, 0.0, {})
+"""
+
+
+def test_a_changed_tree_is_repeated_by_what_the_run_left(workspace: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """The commit elsewhere, the patch on it, the plugin's file from the run's directory."""
+    Path("mine.py").write_text(PLUGIN.replace("LR", "0.5"))
+    for words in (["init", "-q"], ["add", "tiny.yaml", "corpus.txt"], ["commit", "-q", "-m", "all"]):
+        subprocess.run([*GIT, *words], check=True)
+    Path("tiny.yaml").write_text(Path("tiny.yaml").read_text().replace("max_steps:", "seed: 11\n  max_steps:", 1))
+    fw("train", "tiny.yaml", "plugins=[mine.py]", "optimizer=mine", "train.max_steps=3").ok()
+    (start,) = starts("run")
+    patch, (plugin,) = start["patch"], start["plugin_files"].values()
+    assert start["git"]["changed"] and start["seed"] == 11
+    run = (workspace / "run").resolve()
+
+    elsewhere = tmp_path_factory.mktemp("elsewhere") / "tree"
+    subprocess.run(["git", "clone", "-q", str(workspace), str(elsewhere)], check=True)
+    subprocess.run(["git", "checkout", "-q", start["git"]["commit"]], cwd=elsewhere, check=True)
+    subprocess.run(["git", "apply", str(run / patch)], cwd=elsewhere, check=True)
+    assert (elsewhere / "tiny.yaml").read_text() == Path("tiny.yaml").read_text()
+    Path("mine.py").unlink()  # what is not there cannot be what is used
+    (elsewhere / "mine.py").write_bytes((run / plugin).read_bytes())
+    words = start["command"][start["command"].index("train") + 1 :]
+    fw("train", *words, cwd=elsewhere).ok()
+    assert column(elsewhere / "run", "loss") == column("run", "loss")
+    (again,) = starts(elsewhere / "run")
+    assert again["data"] == start["data"]
+
+
+def test_weights_that_training_begins_from_are_told_apart(workspace: Path) -> None:
+    fw("train", "tiny.yaml", "train.max_steps=2", "train.save_every=2").ok()
+    assert starts("run")[0]["weights"] is None and len(starts("run")[0]["data"]) > 8
+    step = Path("run/checkpoints/step-00000002")
+    before = weights(step)
+    assert before is not None and before == weights(step) and before["path"] == str(step)
+    with (step / "model.safetensors").open("r+b") as file:
+        file.seek(-3, 2)
+        file.write(b"x")
+    assert weights(step) != before
+
+
+def test_how_each_start_ended_is_noted(workspace: Path) -> None:
+    fw("train", "tiny.yaml", "train.max_steps=2", "train.save_every=2").ok()
+    assert last_end(Path("run"))["exit_code"] == 0 and "said" not in last_end(Path("run"))
+    failed = fw("train", "tiny.yaml", "train.max_steps=4", "optimizer.lr=1e30", "resume=auto")
+    end = last_end(Path("run"))
+    assert failed.code == 1 and end["exit_code"] == 1 and end["said"] in failed.err
+    both = fw("train", "tiny.yaml", "train.max_steps=3", "optimizer.lr=1e30", "train.run_dir=two", "sharding=ddp", "launch.devices=2")
+    assert both.code == 1 and last_end(Path("two"))["exit_code"] == 1
+    wrong = fw("train", "tiny.yaml", "train.max_steps=0")
+    assert wrong.code == 2 and last_end(Path("run")) == end, "bad input says nothing about the run that is there"
 
 
 def test_without_git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import csv
 import importlib
 import json
+import logging
 import os
 import re
+import threading
 from pathlib import Path
 
 import pytest
@@ -119,6 +121,39 @@ def test_the_python_api_may_be_called_twice_in_a_process(workspace):
     both = package.train("tiny.yaml", "train.max_steps=3", "train.run_dir=c", "sharding=ddp", "launch.devices=2")
     assert both.summary["train_loss"] == pytest.approx(first.summary["train_loss"], rel=1e-5)
     assert dict(os.environ) == before
+
+
+def test_a_run_leaves_the_process_as_it_was(workspace):
+    """Random numbers, threads, warnings and loggers are the caller's; and who trains may be any thread."""
+    import random
+    import warnings
+
+    import numpy as np
+    import torch
+
+    import fw as package
+
+    def drawn():
+        return torch.rand(1).item(), np.random.rand(), random.random()
+
+    lightning = logging.getLogger("pytorch_lightning")
+    lightning.setLevel(logging.INFO)
+    threads = torch.get_num_threads()
+    for generator in (torch.manual_seed, np.random.seed, random.seed):
+        generator(7)
+    expected = drawn()
+    for generator in (torch.manual_seed, np.random.seed, random.seed):
+        generator(7)
+    filters = list(warnings.filters)
+    options = ["train.max_steps=2", "train.save_every=0", "train.sample_tokens=0", f"launch.threads={threads + 1}"]
+    package.train("tiny.yaml", *options)
+    assert warnings.filters == filters and lightning.level == logging.INFO and torch.get_num_threads() == threads
+    assert drawn() == expected
+    ended = []
+    thread = threading.Thread(target=lambda: ended.append(package.train("tiny.yaml", *options, "train.run_dir=b").exit_code))
+    thread.start()
+    thread.join()
+    assert ended == [0]
 
 
 def test_the_default_run_directory_has_the_configs_name(workspace):

@@ -144,6 +144,20 @@ def _run(words: list[str]) -> int:
 
 def parsed(words: list[str]) -> argparse.Namespace:
     """What a command line asks for: ``verb`` and its options, and ``run``, which does it."""
+    parser = whole_parser()
+    completing.answer(parser)
+    options, more = parser.parse_known_args(words)
+    # argparse takes positional arguments in one run only; overrides may stand after an option too.
+    overrides = [word for word in more if "=" in word and not word.startswith("-")]
+    if len(overrides) < len(more) or (more and not hasattr(options, "overrides")):
+        parser.error(f"unrecognized arguments: {' '.join(word for word in more if word not in overrides) or ' '.join(more)}")
+    if more:
+        options.overrides = [*options.overrides, *overrides]
+    return options
+
+
+def whole_parser() -> argparse.ArgumentParser:
+    """Of all verbs."""
     parser = _Parser(
         prog="fw",
         description="Train, fine-tune and serve large language models inside a memory budget.",
@@ -164,12 +178,14 @@ def parsed(words: list[str]) -> argparse.Namespace:
         )
         module.add_arguments(sub)
         sub.set_defaults(run=module.run)
-    completing.answer(parser)
-    options, more = parser.parse_known_args(words)
-    # argparse takes positional arguments in one run only; overrides may stand after an option too.
-    overrides = [word for word in more if "=" in word and not word.startswith("-")]
-    if len(overrides) < len(more) or (more and not hasattr(options, "overrides")):
-        parser.error(f"unrecognized arguments: {' '.join(word for word in more if word not in overrides) or ' '.join(more)}")
-    if more:
-        options.overrides = [*options.overrides, *overrides]
-    return options
+        for action, of_action in actions_of(sub).items():
+            own = [line for line in module.EXAMPLES.splitlines() if line.strip().startswith(f"fw {verb} {action}")]
+            of_action.epilog = "\n".join(["examples:", *own]) if own else None
+            of_action.formatter_class = argparse.RawDescriptionHelpFormatter
+    return parser
+
+
+def actions_of(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    """What a verb has below itself: ``fw data prepare``."""
+    groups = parser._subparsers._group_actions if parser._subparsers is not None else []
+    return {name: each for group in groups if isinstance(group, argparse._SubParsersAction) for name, each in group.choices.items()}

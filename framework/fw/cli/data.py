@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from fw.cli import colour
 from fw.errors import UserError
 
 EXAMPLES = """examples:
@@ -85,5 +84,5 @@ def _preview(options: argparse.Namespace) -> int:
         _write("--html", options.html, lambda: as_page(found).encode())
         print(options.html)
         return 0
-    print(as_text(found, coloured=sys.stdout.isatty() and "NO_COLOR" not in os.environ))
+    print(as_text(found, coloured=colour.wanted()))
     return 0

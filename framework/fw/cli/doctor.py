@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import sys
 from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING
+
+from fw.cli import colour
 
 if TYPE_CHECKING:
     from fw.doctor.finding import Finding
@@ -64,6 +64,6 @@ def run(options: argparse.Namespace) -> int:
 
 def _tell(finding: Finding) -> None:
     mark = f"{_MARKS[finding.state]:8}"
-    if sys.stdout.isatty() and not os.environ.get("NO_COLOR"):
+    if colour.wanted():
         mark = f"\x1b[{_COLOURS[finding.state]}m{mark}\x1b[0m"
     print(f"{mark}{finding.area:12}{finding.text}" + (f"\n{'':20}→ {finding.fix}" if finding.fix else ""), flush=True)

@@ -47,6 +47,9 @@ def run(options: argparse.Namespace) -> int:
         print(f"fw: no run in {', '.join(map(str, options.directories)) or 'runs'}", file=sys.stderr)
     else:
         print("\n".join(_table([_COLUMNS, *(_line(each, options.verify) for each in found)])))
+        for each in found:
+            if each.said:
+                print(f"{each.directory}: {each.said}")
         for checkpoint in damaged:
             for problem in checkpoint.problems:
                 print(f"fw: warning: {checkpoint.place}: {problem}", file=sys.stderr)

@@ -7,7 +7,7 @@ import argparse
 EXAMPLES = """examples:
   fw serve path/to/model
   fw serve runs/quickstart --port 9000 --name quickstart
-  fw serve configs/sft.yaml inference.dtype=bf16 inference.weights=w8a8
+  fw serve configs/serve-8b-int8.yaml serve.port=9000
   fw serve path/to/model --adapter poems=runs/poems --host 0.0.0.0 --api-keys keys.txt
   curl localhost:8000/v1/completions -d '{"prompt": "Once", "max_tokens": 20}' -H 'Content-Type: application/json'"""
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from fw.config import Config
+from fw.config import Config, format_size
 from fw.config.origin import Origin
 from fw.errors import UserError
 from fw.inference import asking
@@ -66,8 +66,13 @@ class LLM:
         self.engine, self.tokenizer, self.model, self.defaults = loaded.engine, loaded.tokenizer, loaded.model, loaded.defaults
         self.kv_budget_bytes, self.device, self.ranks = loaded.kv_budget_bytes, loaded.device, loaded.ranks
         self.architecture = loaded.architecture
+        self._said = f"{path}: {loaded.architecture} on {loaded.device}"
         self._keys = count()
         self._background: Background | None = None
+
+    def __repr__(self) -> str:
+        memory = f"weights of {format_size(self.weight_bytes)}, keys and values in {format_size(self.kv_budget_bytes)}"
+        return f"LLM({self._said}, {memory}{', of each rank' if self.ranks else ''})"
 
     def sampling(self, **settings: Any) -> Sampling:
         """What a request asks for, the model's own way of choosing where it does not say.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -53,7 +54,7 @@ class Completion:
     stopped_by: str | int | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Result:
     """What came of a request; of several answers, the likeliest first.
 
@@ -74,6 +75,19 @@ class Result:
     cached_tokens: int
     embedding: Sequence[float] = ()
     error: str | None = None
+
+    def __repr__(self) -> str:
+        answers = [f"{each.text!r} ({len(each.token_ids):,} tokens, {each.finish_reason})" for each in self.completions]
+        told = [*answers, *([f"embedding of {len(self.embedding):,}"] if self.embedding else []), *([self.error] if self.error else [])]
+        return f"Result of {len(self.prompt_token_ids):,} tokens: {'; '.join(told)}"
+
+    def _repr_html_(self) -> str:
+        answers = "".join(
+            f"<pre style='white-space:pre-wrap'>{html.escape(each.text)}</pre>"
+            f"<small>{len(each.token_ids):,} tokens, {each.finish_reason}</small>"
+            for each in self.completions
+        )
+        return answers or f"<pre>{html.escape(repr(self))}</pre>"
 
     @property
     def text(self) -> str:

@@ -1,7 +1,12 @@
-"""What a run was made with, besides its config: a line for each start, so that it can be repeated, or told why it cannot."""
+"""What a run was made with, besides its config: a line for each start, so that it can be repeated, or told why it cannot; and one for how
+each start ended.
+
+Beside the lines lies what no commit has: the difference of the work tree from it, and the files that registered plugins.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 import json
 import os
@@ -16,6 +21,7 @@ from typing import Any
 import torch
 
 from fw import __version__
+from fw.recipe import Recipe
 
 _VARIABLES = ("CUDA_", "NCCL_", "GLOO_", "OMP_", "MKL_", "TORCH_", "PYTORCH_", "CUBLAS_", "FW_", "SLURM_JOB_ID", "WORLD_SIZE", "MALLOC_")
 """Beginnings of the names of what changes how a run computes."""
@@ -25,20 +31,29 @@ FILE = "environment.jsonl"
 """In a run's directory."""
 _PATIENCE = 5
 """Seconds for git to answer."""
+_LARGEST_PATCH = 1 << 20
+_LOOKED_AT = 1 << 20
+"""Bytes of a file of weights that tell it from others, at each end."""
 
 
-def found(ranks: int, seed: int) -> dict[str, Any]:
-    """Now, here: command, code, versions, host and devices."""
+def found(recipe: Recipe, data: str) -> dict[str, Any]:
+    """Now, here: command, code, data, versions, host and devices.
+
+    Args:
+        data: fingerprint of samples and tokenizer.
+    """
     return {
         "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "command": [without_secrets(word) for word in sys.argv],
         "directory": str(Path.cwd()),
         "git": git(Path.cwd()),
         "fw": {"version": __version__, "git": _own()},
-        "seed": seed,
-        "ranks": ranks,
+        "seed": recipe.train.seed,
+        "ranks": recipe.world_size,
+        "data": data,
+        "weights": weights(recipe.model.weights),
         "python": platform.python_version(),
-        "torch": {"version": torch.__version__, "cuda": torch.version.cuda, "threads": torch.get_num_threads()},
+        "torch": {"version": torch.__version__, "cuda": torch.version.cuda, "threads": torch.get_num_threads(), **_of_cuda()},
         "packages": packages(),
         "host": host(),
         "devices": devices(),
@@ -46,10 +61,87 @@ def found(ranks: int, seed: int) -> dict[str, Any]:
     }
 
 
-def note(directory: Path, ranks: int, seed: int) -> None:
-    """Add this start to ``environment.jsonl``."""
+def note(directory: Path, recipe: Recipe, data: str) -> None:
+    """Add this start to ``environment.jsonl``, and put beside it what no commit has."""
+    start = found(recipe, data)
+    start["patch"] = _keep_patch(directory)
+    start["plugin_files"] = _keep_plugins(directory, recipe)
+    _add(directory, start)
+
+
+def note_end(directory: Path, exit_code: int, said: str = "") -> None:
+    """Add how the last start ended; where none was noted, nothing.
+
+    Args:
+        said: what went wrong, in a sentence; empty where nothing did.
+    """
+    if (directory / FILE).is_file():
+        ended = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        _add(directory, {"ended": ended, "exit_code": exit_code, **({"said": without_secrets(said)} if said else {})})
+
+
+def _add(directory: Path, line: dict[str, Any]) -> None:
     with (directory / FILE).open("a") as file:
-        file.write(json.dumps(found(ranks, seed)) + "\n")
+        file.write(json.dumps(line) + "\n")
+
+
+def last_end(directory: Path) -> dict[str, Any] | None:
+    """How the last start ended; None where nobody was there to say so, or no start was noted."""
+    try:
+        lines = (directory / FILE).read_text().splitlines()
+        last = json.loads(lines[-1]) if lines else {}
+    except (OSError, ValueError):
+        return None
+    return last if isinstance(last, dict) and "ended" in last else None
+
+
+def _keep_patch(directory: Path) -> str | None:
+    """Name of a file with what the work tree has that its commit has not; None where that is nothing, no tree, or more than a MiB."""
+    patch = _git(Path.cwd(), "diff", "HEAD", "--binary")
+    if not patch or len(patch) > _LARGEST_PATCH:
+        return None
+    name = f"changes-{hashlib.sha256(patch.encode()).hexdigest()[:12]}.patch"
+    (directory / name).write_text(patch + "\n")
+    return name
+
+
+def _keep_plugins(directory: Path, recipe: Recipe) -> dict[str, str]:
+    """By the path in the config, the name of a copy."""
+    kept = {}
+    for file in recipe.config.tree.get("plugins") or []:
+        source = Path(file).expanduser()
+        if source.is_file():
+            content = source.read_bytes()
+            name = f"{source.stem}-{hashlib.sha256(content).hexdigest()[:12]}.py"
+            (directory / name).write_bytes(content)
+            kept[str(file)] = name
+    return kept
+
+
+def weights(directory: Path | None) -> dict[str, Any] | None:
+    """Where training begins from, and a digest of the files' names, sizes, beginnings and ends; None for initial values."""
+    if directory is None:
+        return None
+    digest = hashlib.sha256()
+    for file in sorted(directory.glob("*.safetensors")):
+        size = file.stat().st_size
+        digest.update(f"{file.name} {size}\n".encode())
+        with file.open("rb") as opened:
+            digest.update(opened.read(_LOOKED_AT))
+            opened.seek(max(0, size - _LOOKED_AT))
+            digest.update(opened.read())
+    return {"path": str(directory), "sha256_of_ends": digest.hexdigest()}
+
+
+def _of_cuda() -> dict[str, Any]:
+    if not torch.cuda.is_available():
+        return {}
+    driver = Path("/proc/driver/nvidia/version")
+    return {
+        "driver": driver.read_text().splitlines()[0] if driver.is_file() else None,
+        "cudnn": torch.backends.cudnn.version(),
+        "nccl": list(torch.cuda.nccl.version()) if torch.distributed.is_nccl_available() else None,
+    }
 
 
 def without_secrets(text: str) -> str:

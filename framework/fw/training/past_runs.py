@@ -16,8 +16,9 @@ import yaml
 
 from fw.checkpointing import commit
 from fw.checkpointing.manifest import MANIFEST, damages, read_manifest
-from fw.errors import UserError
+from fw.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_REQUEUE, UserError
 from fw.place import Place, place
+from fw.training.environment import last_end
 from fw.training.run_dir import CHECKPOINTS, METRICS, SUMMARY
 from fw.training.same_run import holder_is_gone, lock_of
 
@@ -25,7 +26,10 @@ CONFIG = "config.resolved.yaml"
 _TAIL_BYTES = 1 << 16
 _DEPTH = 3
 """How far below a directory runs are looked for."""
-State = Literal["running", "finished", "not finished"]
+State = Literal["running", "finished", "stopped", "failed", "not finished"]
+
+_ENDED: dict[int, State] = {EXIT_FAILED: "failed", EXIT_REQUEUE: "stopped", EXIT_INTERRUPTED: "stopped"}
+"""By the exit code of a run that has not made all its steps."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +51,9 @@ class PastRun:
     """A run that somebody began.
 
     Attributes:
-        state: running, where a process holds the directory; finished, where it has made all its steps and has been summed up.
+        state: running, where a process holds the directory; finished, where it has made all its steps and has been summed up; stopped,
+            where it was asked to and has ended in order; failed, where it said why; not finished, where nobody was there to say so.
+        said: why it failed; empty where it did not.
         step: that its metrics, its summary or its newest checkpoint tell of; None where none of them is there.
         changed: seconds since 1970, of what was last written.
     """
@@ -61,6 +67,7 @@ class PastRun:
     tokens_per_s: float | None
     checkpoint: Newest | None
     changed: float
+    said: str = ""
 
 
 def past_runs(roots: Sequence[Path], thorough: bool = False, progress: Callable[[int], object] = lambda count: None) -> list[PastRun]:
@@ -98,12 +105,15 @@ def _told(directory: Path, thorough: bool, progress: Callable[[int], object]) ->
     steps = [row.get("step"), summary.get("steps"), checkpoint.step if checkpoint else None]
     step = max((int(each) for each in steps if each is not None), default=None)
     ended = summary.get("steps") is not None and max_steps is not None and summary["steps"] >= max_steps
-    state: State = "running" if is_held(directory) else "finished" if ended else "not finished"
+    end = last_end(directory) or {}
+    state: State = "running" if is_held(directory) else "finished" if ended else _ENDED.get(end.get("exit_code", 0), "not finished")
     changed = max(path.stat().st_mtime for path in (directory / CONFIG, directory / METRICS, directory / SUMMARY) if path.exists())
     loss = row.get("loss", summary.get("train_loss"))
     val_loss = summary.get("val_loss") if ended else _last(directory / METRICS, "val_loss")
     rate = summary.get("tokens_per_s") if ended else row.get("tokens_per_s")
-    return PastRun(directory, state, step, max_steps, loss, val_loss, rate, checkpoint, changed)
+    return PastRun(
+        directory, state, step, max_steps, loss, val_loss, rate, checkpoint, changed, str(end.get("said", "")) if state == "failed" else ""
+    )
 
 
 def config_of(directory: Path) -> dict[str, Any]:

@@ -46,6 +46,7 @@ from fw.training.same_run import begun_by_this_torchrun, check_same_run, held, n
 from fw.training.saving import Saver
 from fw.training.stop import StopRequest
 from fw.training.strategy import MeshStrategy, leave
+from fw.training.undisturbed import undisturbed
 
 Ending = tuple[int, dict[str, Any]]
 """Exit code and summary."""
@@ -61,6 +62,11 @@ def train_rank(recipe: Recipe, world: World, files: Mapping[str, str]) -> Ending
         UserError: the input is wrong.
         RunError: the run failed.
     """
+    with nullcontext() if world.launched else undisturbed():
+        return _train_rank(recipe, world, files)
+
+
+def _train_rank(recipe: Recipe, world: World, files: Mapping[str, str]) -> Ending:
     earlier = Earlier()
     _quiet()
     _end_with_parent()
@@ -113,7 +119,7 @@ def _train_joined(
             run_dir.make_room(recipe, checkpoint)
             note_starter(recipe.run_dir)
         run_dir.describe(recipe, recipe.run_dir)
-        environment.note(recipe.run_dir, recipe.world_size, recipe.train.seed)
+        environment.note(recipe.run_dir, recipe, corpus.fingerprint)
         (recipe.run_dir / out_of_memory.FILE).unlink(missing_ok=True)
 
     if device.type == "cpu":

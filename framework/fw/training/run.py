@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from fw.config import Config
-from fw.errors import EXIT_OK
+from fw.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_USER
+from fw.launching import outcome
 from fw.launching.network import use_interface
 from fw.recipe import Recipe, World, current_world, resolve
-from fw.training import run_dir
+from fw.training import environment, run_dir
 from fw.training.attempts import Attempts
 from fw.training.inputs import check_input, device_of, say
 from fw.training.notebook import framed, plain
@@ -55,11 +56,25 @@ def run(config: Config, files: Mapping[str, str] | None = None) -> TrainResult:
     """
     world = current_world()
     recipe = resolve(config, world)
+    if not world.is_first or outcome.launched_by_fw():
+        return _run(config, recipe, world, files or {})
+    try:
+        result = _run(config, recipe, world, files or {})
+    except (Exception, KeyboardInterrupt) as error:
+        code = EXIT_INTERRUPTED if isinstance(error, KeyboardInterrupt) else getattr(error, "exit_code", EXIT_FAILED)
+        if code != EXIT_USER:  # then an earlier run may be there, which has nothing to do with it
+            environment.note_end(recipe.run_dir, code, outcome.describe(error))
+        raise
+    environment.note_end(recipe.run_dir, result.exit_code)
+    return result
+
+
+def _run(config: Config, recipe: Recipe, world: World, files: Mapping[str, str]) -> TrainResult:
     if not world.launched and (recipe.world_size > 1 or recipe.launch.max_restarts):
-        return _launch(recipe, [str(f) for f in config.files[-1:]], config.overrides, files or {})
+        return _launch(recipe, [str(f) for f in config.files[-1:]], config.overrides, files)
     from fw.training.rank import train_rank  # with Lightning, which a process that only starts ranks can do without
 
-    code, summary = train_rank(recipe, world, files or {})
+    code, summary = train_rank(recipe, world, files)
     return TrainResult(code, recipe.run_dir, summary)
 
 

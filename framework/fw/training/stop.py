@@ -51,7 +51,9 @@ class StopRequest:
             self._set_alarm()  # also on a rank that got no signal itself
 
     def listen(self) -> None:
-        """Take over the handlers."""
+        """Take over the handlers, which a process has for its main thread alone: a run in another one is stopped by nobody's signal."""
+        if threading.current_thread() is not threading.main_thread():
+            return
         for number in _MEANING:
             before = signal.signal(number, self._ask)
             self._before.setdefault(number, before)

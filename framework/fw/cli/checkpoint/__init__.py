@@ -11,6 +11,7 @@ EXAMPLES = """examples:
   fw checkpoint inspect runs/quickstart
   fw checkpoint export runs/quickstart --to exported --dtype bf16
   fw checkpoint prune s3://bucket/run --keep-last 3 --dry-run
+  fw checkpoint reshard runs/quickstart --to smaller --max-shard-size 500MB
   fw checkpoint convert deepspeed_run --to converted --like runs/quickstart
   fw checkpoint merge base adapter --to merged
   fw checkpoint diff runs/a/checkpoints/step-00000600 runs/b"""
