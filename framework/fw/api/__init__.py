@@ -12,6 +12,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fw.bars import Bar as Bar
     from fw.caches import cache_dir as cache_dir
     from fw.checkpointing.placement import local_part as local_part
     from fw.config import LaunchSection as LaunchSection, format_size as format_size, parse_size as parse_size
@@ -137,6 +138,7 @@ _NAMES = {
     "fw.config": "LaunchSection format_size parse_size",
     "fw.caches": "cache_dir",
     "fw.errors": "EXIT_FAILED EXIT_INTERRUPTED EXIT_OK EXIT_REQUEUE EXIT_USER FwError RunError UserError describe did_you_mean",
+    "fw.bars": "Bar",
     "fw.kinds": "make plugin_class",
     "fw.kinds.activation": "ActivationPlugin repeating repeats",
     "fw.kinds.attention": "AttentionPlugin Pattern",

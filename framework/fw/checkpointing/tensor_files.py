@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from tqdm import tqdm
 
+from fw.bars import Bar
 from fw.checkpointing.pages import leave
 from fw.checkpointing.placement import Cut, local_part
 from fw.checkpointing.ranges import RangeFile
@@ -125,7 +125,7 @@ class Filling:
 
     def __call__(self, tensors: Mapping[str, Tensor] | Mapping[str, Tensor | Kept]) -> None:
         """Those given."""
-        for name, part in tqdm(parts(self.model, tensors).items(), "loading weights", unit="tensor", leave=False, disable=None, delay=1):
+        for name, part in Bar(parts(self.model, tensors).items(), desc="loading weights", unit=" tensors"):
             self.files.fill(self.names[name], part)
 
     def codes(self, name: str) -> Mapping[str, Tensor] | None:

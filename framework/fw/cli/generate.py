@@ -134,15 +134,14 @@ def _guesses(llm: LLM) -> str:
 def _batch(llm: LLM, options: argparse.Namespace) -> int:
     import time
 
-    from tqdm import tqdm
-
+    from fw.bars import Bar
     from fw.inference.batch import Progress, run_batch
     from fw.meter.bandwidth import read_bandwidth
 
     begin = time.perf_counter()
     shown = sys.stderr.isatty()
     most = read_bandwidth(llm.device) if shown and llm.engine.reads.step_bytes else 0.0
-    with tqdm(desc="generating", unit="line", file=sys.stderr, disable=not shown, leave=False) as bar:
+    with Bar(desc="generating", unit=" lines") as bar:
 
         def tell(progress: Progress) -> None:
             bar.total, bar.n = progress.lines, progress.before + progress.done

@@ -32,12 +32,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """A line each; 1 where a checkpoint is damaged."""
-    from tqdm import tqdm
-
+    from fw.bars import Bar
     from fw.training.past_runs import past_runs
 
     roots = options.directories or ([Path("runs")] if Path("runs").is_dir() else [])
-    with tqdm(desc="reading checkpoints", unit="B", unit_scale=True, leave=False, disable=None if options.verify else True) as bar:
+    with Bar(desc="reading checkpoints", unit="B", unit_scale=True, shown=options.verify) as bar:
         found = past_runs(roots, options.verify, bar.update)
     damaged = [each.checkpoint for each in found if each.checkpoint is not None and each.checkpoint.problems]
     if options.json:

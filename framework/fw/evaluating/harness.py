@@ -18,8 +18,8 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import make_table
-from tqdm import tqdm
 
+from fw.bars import Bar
 from fw.errors import UserError
 from fw.evaluating.scoring import Continuation, scores, windows
 from fw.inference.llm import LLM
@@ -84,7 +84,7 @@ class OnEngine(TemplateLM):  # type: ignore[misc]
 
     def _loglikelihood_tokens(self, requests: Sequence[Any], disable_tqdm: bool = False, **_: Any) -> list[tuple[float, bool]]:
         asked = [Continuation(before, own) for _, before, own in requests]
-        with tqdm(total=len(asked), desc="scoring", leave=False, disable=disable_tqdm or None) as bar:
+        with Bar(total=len(asked), desc="scoring", unit=" texts", shown=not disable_tqdm) as bar:
             found = scores(self._llm, asked, bar.update)
         return [(score.logprob, score.likeliest) for score in found]
 
@@ -92,7 +92,7 @@ class OnEngine(TemplateLM):  # type: ignore[misc]
         """Of each text, all of it."""
         texts = [self.tok_encode(request.args[0], add_special_tokens=False) for request in requests]
         parts = [[*windows(ids, self.prefix_token_id, self._llm.engine.context)] for ids in texts]
-        with tqdm(total=sum(map(len, parts)), desc="scoring", leave=False, disable=disable_tqdm or None) as bar:
+        with Bar(total=sum(map(len, parts)), desc="scoring", unit=" texts", shown=not disable_tqdm) as bar:
             found = iter(scores(self._llm, [part for some in parts for part in some], bar.update))
         return [sum(next(found).logprob for _ in some) for some in parts]
 

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from glob import glob
 from pathlib import Path
 
-from tqdm import tqdm
-
+from fw.bars import Bar
 from fw.errors import UserError
 from fw.evaluating.scoring import scores, windows
 from fw.inference.llm import LLM
@@ -88,7 +87,7 @@ def held_out_loss(llm: LLM, texts: TextSet) -> Loss:
     begins = llm.tokenizer.bos_id if llm.tokenizer.bos_id is not None else llm.tokenizer.eos_id
     documents = tokens = size = 0
     total = 0.0
-    with tqdm(desc=texts.name, unit="tok", unit_scale=True, leave=False, disable=None) as bar:
+    with Bar(desc=texts.name, unit=" tokens", unit_scale=True) as bar:
         for some in _by_size(texts.documents(llm.tokenizer.place), llm):
             parts = [part for text, ids in some for part in windows(ids, begins, llm.engine.context)]
             total -= sum(score.logprob for score in scores(llm, parts))

@@ -9,8 +9,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
+from fw.bars import Bar
 from fw.config import Config, format_size
 from fw.config.origin import Origin
 from fw.errors import UserError
@@ -162,7 +161,7 @@ class LLM:
                 except UserError as error:
                     raise UserError(f"prompt {number}: {error}" if len(many) > 1 else str(error)) from None
             found: dict[str, Result] = {}
-            with tqdm(total=len(many), desc="generating", unit="prompt", leave=False, disable=None if progress else True) as bar:
+            with Bar(total=len(many), desc="generating", unit=" prompts", shown=progress) as bar:
                 while len(found) < len(many):
                     for result in self.engine.step()[1]:
                         if result.key in asked:  # others may be there that somebody added

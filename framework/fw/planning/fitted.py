@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
-import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tqdm import tqdm
-
+from fw.bars import Bar
 from fw.config import Config, overridden
 from fw.errors import UserError
 from fw.kinds.data import Say
@@ -82,7 +80,7 @@ def fit_config(
             return first
         return plan_recipe(resolve(overridden(config, given), current_world(), starts=False), gpu, speeds, say_nothing)
 
-    with tqdm(desc="planning", unit=" plans", file=sys.stderr, disable=not sys.stderr.isatty(), leave=False) as bar:
+    with Bar(desc="planning", unit=" plans") as bar:
 
         def planning(label: str) -> None:
             bar.set_postfix_str(label, refresh=False)

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from tqdm import tqdm
 
+from fw.bars import Bar
 from fw.checkpointing.stream import Sized, size_bytes
 from fw.checkpointing.tensor_files import TensorFiles
 from fw.kinds.checkpoint import parts
@@ -71,7 +71,7 @@ class BlockPass:
         before = embedded(self._runner, self._text.held_out_ids_ML)
         after = list(before)
         blocks = range(len(self._runner.model.blocks))
-        for number in tqdm(blocks, self._change.doing, unit="block", leave=False, disable=None):
+        for number in Bar(blocks, desc=self._change.doing, unit=" blocks"):
             with self._runner.block(number) as block:
                 through(self._runner, number, before)
                 self._block(number, block, grams(self._runner, number, self._names(block), fitted) if fitted else {})

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
+from fw.bars import Bar
 from fw.checkpointing.in_files import choose_in_files
 from fw.checkpointing.placement import quantizing
 from fw.checkpointing.quantized_files import quantization_for, weights_of
@@ -196,7 +196,7 @@ def write_weights(
     """
     files = split(tensors, stem, max_bytes)
     total = sum(size_bytes(tensor) for tensor in tensors.values())
-    with tqdm(total=total, desc="writing weights", unit="B", unit_scale=True, leave=False, disable=None, delay=1) as bar:
+    with Bar(total=total, desc="writing weights", unit="B", unit_scale=True) as bar:
         for file, names in files.items():
             writer = SafetensorsWriter(directory, file, {name: tensors[name] for name in names})
             try:

@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor
-from tqdm import tqdm
 
+from fw.bars import Bar
 from fw.checkpointing.tensor_files import TensorFiles, weights_for
 from fw.config import format_size, parse_size
 from fw.errors import UserError
@@ -101,7 +101,7 @@ def _look(runner: BlockByBlock, text: CalibrationText, widths: Mapping[str, Widt
     """Scores, and the perplexity of the model as it is."""
     scores = _Scores()
     states, held_out = embedded(runner, text.ids_NL), embedded(runner, text.held_out_ids_ML)
-    for number in tqdm(range(len(runner.model.blocks)), "looking", unit="block", leave=False, disable=None):
+    for number in Bar(range(len(runner.model.blocks)), desc="looking", unit=" blocks"):
         with runner.block(number) as block:
             names = {word: f"{runner.name(block)}.{width.seen_by}.weight" for word, width in widths.items()}
             seen = grams(runner, number, list(names.values()), states) if names else {}
@@ -171,7 +171,7 @@ def _cut(runner: BlockByBlock, small: CausalLM, widths: Mapping[str, Width], kep
     """The smaller model's tensors, in files of the spool directory."""
     save_file(_all(small, runner.outside()), spool / "outside.safetensors", metadata={"format": "pt"})
     own = {id(module): name for name, module in small.named_modules()}
-    for at, number in enumerate(tqdm(kept.blocks, "writing", unit="block", leave=False, disable=None)):
+    for at, number in enumerate(Bar(kept.blocks, desc="writing", unit=" blocks")):
         with runner.block(number) as block:
             tensors = {
                 f"{own[id(small.blocks[at])]}.{name}": _sliced(name, parameter.detach(), widths, kept.inside[number])

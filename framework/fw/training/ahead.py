@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
-from tqdm import tqdm
 
 from fw import config as configuration
 from fw.assemble import in_files_for
+from fw.bars import Bar
 from fw.checkpointing.in_files import bring_ahead
 from fw.errors import UserError
 from fw.locate import find
@@ -49,7 +49,7 @@ def answer_ahead(config: str | Path, *overrides: str) -> int:
     if model.vocab_size != vocab_size:
         raise UserError(f"{wanted.option}: {wanted.path} has {model.vocab_size} tokens, this run {vocab_size}; they must be the same")
     rows = seen(recipe, batches)
-    with tqdm(total=len(rows), desc="asking", unit="row", leave=False, disable=None) as bar:
+    with Bar(total=len(rows), desc="asking", unit=" rows") as bar:
 
         def each() -> Iterator[dict[str, Tensor]]:
             for batch in loader(batches.train, _plans(rows, recipe.micro_batch_size), recipe.loader, device):

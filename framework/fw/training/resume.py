@@ -6,8 +6,7 @@ import os
 from collections.abc import Callable, Iterator, Set
 from typing import Any
 
-from tqdm import tqdm
-
+from fw.bars import Bar
 from fw.errors import RunError, UserError
 from fw.kinds.checkpoint import Beat, NewerFormatError, Ranks, Reader
 from fw.kinds.data import Corpus
@@ -113,7 +112,7 @@ def _damage(reader: Reader, ranks: Ranks) -> str:
     """What is wrong with a checkpoint, read by all ranks together."""
 
     def look(beat: Beat) -> list[str]:
-        with tqdm(desc="verifying", unit="B", unit_scale=True, leave=False, disable=None if ranks.rank == 0 else True, delay=1) as bar:
+        with Bar(desc="verifying", unit="B", unit_scale=True, shown=ranks.rank == 0) as bar:
 
             def read(count: int) -> None:
                 bar.update(count)

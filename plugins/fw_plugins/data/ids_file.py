@@ -11,7 +11,8 @@ from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
-from tqdm import tqdm
+
+from fw.api import Bar
 
 _BATCH = 256
 _READ = 1 << 20
@@ -42,7 +43,7 @@ def write_ids(file: Path, texts: Iterator[str], tokenizer: _Encodes, eos_id: int
             out.write(eos.tobytes())
         for _ in islice(texts, documents):
             pass
-        with tqdm(total=total, initial=documents, desc=label, unit="doc", leave=False, disable=None) as bar:
+        with Bar(total=total, initial=documents, desc=label, unit=" documents") as bar:
             while batch := list(islice(texts, _BATCH)):
                 for ids in tokenizer.encode_all(batch, add_special_tokens=False, split_special_tokens=True):
                     out.write(np.array(ids, dtype).tobytes() + eos.tobytes())

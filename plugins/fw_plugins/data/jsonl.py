@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import numpy as np
-from tqdm import tqdm
 
-from fw.api import Corpus, DataPlugin, Say, Tokenizer, UserError, load_tokenizer
+from fw.api import Bar, Corpus, DataPlugin, Say, Tokenizer, UserError, load_tokenizer
 from fw_plugins.data import conversation, sources
 from fw_plugins.data.cache import META, cached
 from fw_plugins.data.conversation import Encoded, Learnt
@@ -220,7 +219,7 @@ class _Records(DataPlugin):
                 raise UserError(f"data.{option}: {place}: {why}; correct it, or leave such records out with data.on_bad=skip")
             skipped.append(f"{place}: {why}")
 
-        with tqdm(desc="encoding", unit=" records", leave=False, disable=None, delay=1) as bar:
+        with Bar(desc="encoding", unit=" records") as bar:
             for place, value in source.records(bad):
                 bar.update()
                 try:

@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from tqdm import tqdm
-
+from fw.bars import Bar
 from fw.errors import EXIT_FAILED, EXIT_OK, RunError, UserError
 
 _LISTED = 20
@@ -161,5 +160,5 @@ def _describe(what: dict[str, Any]) -> str:
 
 @contextmanager
 def _bar(text: str, total: int) -> Iterator[Callable[[int], object]]:
-    with tqdm(total=total, desc=text, unit="B", unit_scale=True, leave=False, disable=None, delay=0.5) as bar:
+    with Bar(total=total, desc=text, unit="B", unit_scale=True) as bar:
         yield bar.update
