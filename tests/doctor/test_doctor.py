@@ -45,6 +45,16 @@ def test_a_broken_plugin_from_elsewhere_is_a_problem_and_the_exit_code_says_so(w
     assert "collectives" not in done.out and "MB/s" not in done.out
 
 
+def test_one_that_cannot_be_imported_is_found_by_importing_it(workspace, tmp_path):
+    env = installed(tmp_path / "site")
+    file = tmp_path / "site" / "faulty_objective.py"
+    file.write_text(file.read_text() + '\n{}["no such driver"]\n')
+    assert "no such driver" not in fw("doctor", "--quick", env=env).out
+    found = list(json.loads(fw("doctor", "--json", env=env).out))
+    (problem,) = [each for each in found if each["area"] == "plugins" and each["state"] == "problem"]
+    assert "faulty" in problem["text"] and "no such driver" in problem["text"] and problem["fix"]
+
+
 def test_without_a_compiler_it_says_what_to_install(workspace):
     done = fw("doctor", "--quick", env={**environment(), "CXX": "/no/such/compiler", "FW_CACHE": str(workspace / "empty")})
     assert "note    kernels" in done.out or "PROBLEM kernels" in done.out

@@ -24,7 +24,7 @@ _COLOURS = {"ok": "32", "note": "33", "problem": "31"}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """How much, and in which form."""
-    parser.add_argument("--quick", action="store_true", help="measure no disk, start no ranks")
+    parser.add_argument("--quick", action="store_true", help="measure no disk, start no ranks, import no plugin")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -45,7 +45,7 @@ def run(options: argparse.Namespace) -> int:
         ("locks", software.locks),
         ("network", network.interfaces),
         *([] if options.quick else [("collectives", network.collectives)]),
-        ("plugins", software.plugins),
+        ("plugins", partial(software.plugins, imported=not options.quick)),
     ]
     found: list[Finding] = []
     for area, check in checks:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from fw.caches import user_cache
 from fw.doctor.finding import Finding
+from fw.errors import FwError
 from fw.launching.cores import usable_cores
 
 _OLD_SECONDS = 600.0
@@ -66,7 +67,7 @@ def libraries() -> Iterator[Finding]:
 
 def compiler() -> Iterator[Finding]:
     """Whether the CPU's kernels are compiled, or can be."""
-    from fw.kernels.build import NotCompiled, library
+    from fw.kernels.build import NotCompiled, compiler as found, library
 
     begin = time.perf_counter()
     try:
@@ -76,7 +77,7 @@ def compiler() -> Iterator[Finding]:
             "kernels", "note", f"CPU kernels are not compiled, and generating takes torch's operators: {why}", "install g++, or set CXX"
         )
         return
-    yield Finding("kernels", "ok", f"CPU kernels are compiled (loaded in {time.perf_counter() - begin:.1f} s)")
+    yield Finding("kernels", "ok", f"CPU kernels are compiled by {found()} (loaded in {time.perf_counter() - begin:.1f} s)")
 
 
 def locks(caches: list[Path] | None = None) -> Iterator[Finding]:
@@ -97,10 +98,14 @@ def locks(caches: list[Path] | None = None) -> Iterator[Finding]:
         yield Finding("locks", "ok", "no build has left a lock")
 
 
-def plugins() -> Iterator[Finding]:
-    """Which cannot be used here, and why; none is imported."""
+def plugins(imported: bool = True) -> Iterator[Finding]:
+    """Which cannot be used here, and why.
+
+    Args:
+        imported: import those that others have made, too: what their source does not show fails then.
+    """
     from fw import registry
-    from fw.kinds import KINDS
+    from fw.kinds import KINDS, plugin_class
 
     found = [(kind, line) for kind in KINDS for line in registry.listing(kind, KINDS[kind].apis)]
     usable = sum(line.available for _, line in found)
@@ -111,3 +116,8 @@ def plugins() -> Iterator[Finding]:
             elsewhere = line.entry.distribution != registry.OWN
             text, _, fix = line.problem.partition("; ")
             yield Finding("plugins", "problem" if elsewhere else "note", f"{kind} '{line.entry.name}' {text}", fix)
+        elif imported and line.entry.distribution != registry.OWN:
+            try:
+                plugin_class(KINDS[kind].load_contract(), line.entry.name)
+            except FwError as error:
+                yield Finding("plugins", "problem", str(error), f"ask who makes {line.entry.distribution}, or uninstall it")

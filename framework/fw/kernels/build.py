@@ -27,6 +27,18 @@ class NotCompiled(Exception):
     """There is no compiler, or it refuses; why, as a sentence."""
 
 
+def compiler() -> str:
+    """The command.
+
+    Raises:
+        NotCompiled: there is none.
+    """
+    found = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+    if found is None:
+        raise NotCompiled("no C++ compiler is there: install g++, or set CXX")
+    return found
+
+
 @functools.cache
 def library(*flags: str) -> ctypes.CDLL:
     """All functions, which share their threads: as many as torch has now.
@@ -39,17 +51,15 @@ def library(*flags: str) -> ctypes.CDLL:
     """
     if os.environ.get("FW_KERNELS") == "off":
         raise NotCompiled("FW_KERNELS=off")
-    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
-    if compiler is None:
-        raise NotCompiled("no C++ compiler is there: install g++, or set CXX")
+    by = compiler()
     sources = sorted(_HERE.glob("*.cpp"))
     text = b"".join(file.read_bytes() for file in [*sources, *sorted(_HERE.glob("*.h"))])
     every = [*_FLAGS, *flags]
-    version = subprocess.run([compiler, "--version"], capture_output=True, check=False).stdout
+    version = subprocess.run([by, "--version"], capture_output=True, check=False).stdout
     told = b"\0".join([text, version, " ".join(every).encode(), _processor()])
     made = cache_dir() / "kernels" / f"fw-{hashlib.sha256(told).hexdigest()[:16]}.so"
     if not made.exists():
-        _compile(compiler, every, sources, made)
+        _compile(by, every, sources, made)
     try:
         found = ctypes.CDLL(str(made))
     except OSError as error:
