@@ -111,6 +111,7 @@ if TYPE_CHECKING:
         StepSpec as StepSpec,
     )
     from fw.kinds.tensor_plan import TensorPlan as TensorPlan, fits as fits, given as given, plan_for as plan_for
+    from fw.launching.cores import usable_cores as usable_cores
     from fw.locate import ADAPTER_CONFIG as ADAPTER_CONFIG, find as find
     from fw.meter.operator_flops import operator_flops as operator_flops
     from fw.meter.planned import (
@@ -161,6 +162,7 @@ _NAMES = {
     "fw.kinds.schedule": "Decay SchedulePlugin Warmup",
     "fw.kinds.sharding": "CONTEXT REPLICATE SHARD TENSOR KeptTensors ShardingPlugin StepResult StepSpec Stepper",
     "fw.kinds.tensor_plan": "TensorPlan fits given plan_for",
+    "fw.launching.cores": "usable_cores",
     "fw.locate": "ADAPTER_CONFIG find",
     "fw.meter.operator_flops": "operator_flops",
     "fw.meter.planned": "gpu_capability on_gpu planned_gpu update_alone",

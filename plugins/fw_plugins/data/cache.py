@@ -13,6 +13,10 @@ META = "meta.json"
 """A file of every finished directory."""
 
 
+class Hopeless(UserError):
+    """What is wrong is in the input itself: nobody goes on from what was made so far."""
+
+
 def cached(given: str, name: str, build: Callable[[Path], None], resumes: bool = False) -> Path:
     """The directory ``name``, made by ``build`` where it is not there yet: by one process at a time, and whole or not at all.
 
@@ -42,8 +46,8 @@ def cached(given: str, name: str, build: Callable[[Path], None], resumes: bool =
         temporary.mkdir(exist_ok=True)
         try:
             build(temporary)
-        except BaseException:
-            if not resumes:
+        except BaseException as error:
+            if not resumes or isinstance(error, Hopeless):
                 shutil.rmtree(temporary, ignore_errors=True)
             raise
         shutil.rmtree(directory, ignore_errors=True)

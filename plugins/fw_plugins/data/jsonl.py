@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from datetime import date, time
@@ -17,14 +18,16 @@ import numpy as np
 
 from fw.api import Bar, Corpus, DataPlugin, Say, Tokenizer, UserError, load_tokenizer
 from fw_plugins.data import conversation, sources
-from fw_plugins.data.cache import META, cached
+from fw_plugins.data.cache import META, Hopeless, cached
 from fw_plugins.data.conversation import Encoded, Learnt
 from fw_plugins.data.datasets_source import DatasetRecords
+from fw_plugins.data.encoding import Journal, Outcome, outcomes
 from fw_plugins.data.masked import MaskedRecords, MaskedWriter, PairedRecords, sizes_in
 from fw_plugins.data.records import FileRecords, Source
 
 _FORMAT = 1
 _SPLITS = ("train", "val")
+_JOURNAL = ".journal"
 _OF_A_DATASET = {"subset": "", "split": "train", "val_split": "", "revision": "", "streaming": False}
 
 
@@ -148,7 +151,8 @@ class _Records(DataPlugin):
         content = [[split, *source.identity()] for split, source in found.items()]
         settings = {**asdict(self.config), "cache_dir": "", "tokenizer": tokenizer.fingerprint, "format": _FORMAT, "content": content}
         key = hashlib.sha256(json.dumps([type(self).__name__, settings], sort_keys=True).encode()).hexdigest()[:16]
-        self._directory = cached(self.config.cache_dir, f"records-{key}", lambda made: self._build(made, found, tokenizer, say))
+        name = f"records-{key}"
+        self._directory = cached(self.config.cache_dir, name, lambda made: self._build(made, found, tokenizer, say), resumes=True)
 
     def open(self, sequence_length: int) -> Corpus:
         """Map what :meth:`prepare` left on disk."""
@@ -183,54 +187,77 @@ class _Records(DataPlugin):
     def _build(self, directory: Path, found: Mapping[str, Source], tokenizer: Tokenizer, say: Say) -> None:
         dtype = "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
         digest = hashlib.sha256(tokenizer.fingerprint.encode())
-        skipped: list[str] = []
-        seen: set[bytes] = set()
+        skipped: list[tuple[int, str]] = []
+        seen: set[str] = set()
         repeated = 0
         with ExitStack() as stack:
             writers = {
                 split: [stack.enter_context(MaskedWriter(directory, split + part, dtype)) for part in self.parts] for split in _SPLITS
             }
             for split, source in found.items():
-                for content, encoded in self._all(source, tokenizer, skipped):
-                    held_out = split == "val" or ("val" not in found and _is_held_out(content, self.config.val_fraction))
-                    for writer, part in zip(writers["val" if held_out else "train"], encoded, strict=True):
+                for outcome in self._all(source, Journal(directory / f"{split}{_JOURNAL}"), skipped):
+                    held_out = split == "val" or ("val" not in found and _is_held_out(outcome.content, self.config.val_fraction))
+                    for writer, part in zip(writers["val" if held_out else "train"], outcome.parts, strict=True):
                         writer.write(*part)
-                    digest.update(json.dumps(encoded).encode())
-                    own = hashlib.sha256(content.encode()).digest()
-                    repeated += own in seen
-                    seen.add(own)
+                    digest.update(json.dumps(outcome.parts).encode())
+                    repeated += outcome.content in seen
+                    seen.add(outcome.content)
         if skipped:
-            say(f"data: {len(skipped)} bad records skipped, the first: {skipped[0]}")
+            say(f"data: {len(skipped)} bad records skipped, the first: {min(skipped)[1]}")
         number = sum(written[0].records for written in writers.values())
         for written, what in ((writers["train"], "to train on"), (writers["val"], "for validation")):
             tokens, targets = (sum(getattr(writer, name) for writer in written) for name in ("tokens", "targets"))
             if not targets:
                 raise UserError(f"data: no record is left {what}, of {number}; give more, or data.val_files")
             say(f"data: {written[0].records:,} records {what}, {tokens:,} tokens of which {targets:,} are learnt")
+        for split in _SPLITS:
+            Journal(directory / f"{split}{_JOURNAL}").remove()
         facts = {"documents": number, "duplicates": repeated, "bad": len(skipped)}
         (directory / META).write_text(json.dumps({"dtype": dtype, "fingerprint": digest.hexdigest(), **facts}))
 
-    def _all(self, source: Source, tokenizer: Tokenizer, skipped: list[str]) -> Iterator[tuple[str, tuple[Encoded, ...]]]:
-        """Each record's content and ids."""
+    def _all(self, source: Source, journal: Journal, skipped: list[tuple[int, str]]) -> Iterator[Outcome]:
+        """Of each record that is not left out."""
+        places: deque[str] = deque()
+        read = done = 0
 
-        def bad(place: str, why: str) -> None:
+        def bad(place: str, why: str, number: int | None = None) -> None:
             if self.config.on_bad == "stop":
                 option = "dataset" if self.config.dataset else "files"
-                raise UserError(f"data.{option}: {place}: {why}; correct it, or leave such records out with data.on_bad=skip")
-            skipped.append(f"{place}: {why}")
+                raise Hopeless(f"data.{option}: {place}: {why}; correct it, or leave such records out with data.on_bad=skip")
+            skipped.append((read if number is None else number, f"{place}: {why}"))
+
+        def values() -> Iterator[Mapping[str, Any]]:
+            nonlocal read
+            for place, value in source.records(bad):
+                read += 1
+                places.append(place)
+                yield value
 
         with Bar(desc="encoding", unit=" records") as bar:
-            for place, value in source.records(bad):
+            for outcome in outcomes(values(), self.encoder(self._tokenizer), (type(self), self.config), journal):
                 bar.update()
-                try:
-                    encoded = self._encoded(value, tokenizer)
-                except UserError as error:
-                    bad(place, str(error))
-                    continue
-                if not all(any(part.learnt[1:]) for part in encoded):
-                    bad(place, "it has nothing to learn")
-                    continue
-                yield json.dumps(value, sort_keys=True, default=_said), encoded
+                done += 1
+                place = places.popleft()
+                if outcome.wrong:
+                    bad(place, outcome.wrong, done - 1)
+                else:
+                    yield outcome
+
+    def encoder(self, tokenizer: Tokenizer | None = None) -> Callable[[Mapping[str, Any]], Outcome]:
+        """What makes ids of a record; with the tokenizer that the config names where none is given."""
+        given = tokenizer or load_tokenizer(self.config.tokenizer)
+
+        def encode(record: Mapping[str, Any]) -> Outcome:
+            try:
+                parts = self._encoded(record, given)
+            except UserError as error:
+                return Outcome("", (), str(error))
+            if not all(any(part.learnt[1:]) for part in parts):
+                return Outcome("", (), "it has nothing to learn")
+            content = json.dumps(record, sort_keys=True, default=_said)
+            return Outcome(hashlib.sha256(content.encode()).hexdigest(), parts, "")
+
+        return encode
 
 
 class JsonlData(_Records):
@@ -310,8 +337,8 @@ def _turn(value: Any, role: str) -> list[dict[str, Any]]:
 
 
 def _is_held_out(content: str, fraction: float) -> bool:
-    """By the content alone: the same in every order of files, and of equal records all or none."""
-    return int.from_bytes(hashlib.sha256(content.encode()).digest()[:8], "big") < fraction * 2**64
+    """By the hash of the content alone: the same in every order of files, and of equal records all or none."""
+    return int(content[:16], 16) < fraction * 2**64
 
 
 def _said(value: Any) -> str:
