@@ -6,10 +6,11 @@ import hashlib
 from pathlib import Path
 
 import pytest
+import torch
 
 from conftest import column, fw
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 CASES = {
     "bf16": ["precision=bf16"],
     "recomputed, 8-bit state": ["precision=bf16_true", "activation=full", "optimizer=adamw_8bit"],
