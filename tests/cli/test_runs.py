@@ -67,7 +67,7 @@ def test_one_that_failed_and_one_that_was_stopped(run):
     bad = told()["bad"]
     assert bad["state"] == "failed" and bad["said"] and bad["said"] in failed.err
     assert f"runs/bad: {bad['said']}" in fw("runs").ok().out
-    note_end(run, 75)
+    note_end(run, None, 75)
     tree = yaml.safe_load((run / "config.resolved.yaml").read_text())
     tree["train"]["max_steps"] = 9
     (run / "config.resolved.yaml").write_text(yaml.safe_dump(tree))

@@ -75,7 +75,8 @@ def test_several_processes_keep_the_same(here: Path, alone: tuple[Any, ...], mon
     assert not any(Path(f"/proc/{pid}").exists() for pid in started)
 
 
-def test_who_is_interrupted_goes_on(here: Path, alone: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("torn", [b'["torn', b"\0\0\0\n", b'["00"]\n["01", [], ""]\n'], ids=["killed", "no power", "no outcome"])
+def test_who_is_interrupted_goes_on(here: Path, alone: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch, torn: bytes) -> None:
     encoded: list[Any] = []
     original = jsonl.ChatData._encoded
 
@@ -89,10 +90,10 @@ def test_who_is_interrupted_goes_on(here: Path, alone: tuple[Any, ...], monkeypa
     with pytest.raises(KeyboardInterrupt):
         corpus()
     (journal,) = [file for file in journals(here) if file.stat().st_size]
-    kept = len(journal.read_bytes().splitlines())
+    kept = len(journal.read_bytes().splitlines()) - 1  # whose first says what has made it
     assert kept == 20, "five whole batches"
     with journal.open("ab") as file:
-        file.write(b'["torn')  # as a kill leaves it
+        file.write(torn)
     encoded.clear()
     assert told(corpus()) == alone
     assert len(encoded) == len(RECORDS) - kept and not journals(here)
@@ -103,16 +104,16 @@ def test_one_that_ends_is_said_and_what_was_made_is_kept(here: Path, alone: tupl
     monkeypatch.setattr(encoding, "usable_cores", lambda: 2)
     original = encoding._Worker.ask
 
-    def killed(self: Any, batch: Any) -> None:
+    def killed(self: Any, *asked: Any) -> None:
         os.kill(self._process.pid, signal.SIGKILL)
         self._process.wait()
-        original(self, batch)
+        original(self, *asked)
 
     with monkeypatch.context() as patched:
         patched.setattr(encoding._Worker, "ask", killed)
         with pytest.raises(RunError, match="has ended with exit code -9; what was encoded is kept"):
             corpus()
-    assert sum(len(file.read_bytes().splitlines()) for file in journals(here)) == 8
+    assert sum(len(file.read_bytes().splitlines()) - 1 for file in journals(here)) == 8
     assert told(corpus()) == alone
 
 
@@ -129,8 +130,39 @@ def test_what_another_process_cannot_import_is_encoded_here(here: Path, alone: t
     assert told(corpus()) == alone
 
 
+def test_where_processes_do_not_begin_it_is_encoded_here(here: Path, alone: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(encoding, "ALONE", 4)
+    monkeypatch.setattr(encoding, "usable_cores", lambda: 2)
+    monkeypatch.setattr(encoding, "_WORK", encoding._WORK.replace("import work;", "import nothing;"))
+    assert told(corpus()) == alone
+
+
+class Unpicklable(dict):  # type: ignore[type-arg]
+    def __reduce__(self) -> Any:
+        raise TypeError("no process but this one has it")
+
+
+def test_what_no_other_process_can_be_given_is_encoded_here(here: Path, alone: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(encoding, "ALONE", 4)
+    monkeypatch.setattr(encoding, "usable_cores", lambda: 2)
+    original = encoding._batches
+    monkeypatch.setattr(encoding, "_batches", lambda values: ([*map(Unpicklable, batch)] for batch in original(values)))
+    assert told(corpus()) == alone
+
+
+def test_what_other_code_has_made_is_not_kept(tmp_path: Path) -> None:
+    file = tmp_path / "a.journal"
+    for made_by, kept in (("one", 0), ("one", 1), ("other", 0), ("other", 1)):
+        journal = Journal(file, made_by)
+        assert len(list(journal.kept())) == kept, made_by
+        if not kept:
+            with journal.added() as add:
+                add([Outcome("00ff", (), "")])
+
+
 def test_a_journal_gives_back_what_it_was_given(tmp_path: Path) -> None:
-    journal = Journal(tmp_path / "a.journal")
+    journal = Journal(tmp_path / "a.journal", "code")
+    assert list(journal.kept()) == []
     given = [Outcome("00ff", ([[1, 2], [0, 1]],), ""), Outcome("", (), "it has nothing to learn ✓")]
     with journal.added() as add:
         add(given)

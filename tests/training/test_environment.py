@@ -67,9 +67,22 @@ class Mine(OptimizerPlugin):
 def test_a_changed_tree_is_repeated_by_what_the_run_left(workspace: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     """The commit elsewhere, the patch on it, the plugin's file from the run's directory."""
     Path("mine.py").write_text(PLUGIN.replace("LR", "0.5"))
-    for words in (["init", "-q"], ["add", "tiny.yaml", "corpus.txt"], ["commit", "-q", "-m", "all"]):
+    for name, content in {
+        "lines.txt": b"0\n2\n3\n4\n \n",
+        "dos.txt": b"a\r\nb\r\n",
+        "latin.txt": b"caf\xe9\n",
+        "raw.bin": b"\0\1\n\n",
+    }.items():
+        Path(name).write_bytes(content)
+    for words in (["init", "-q"], ["add", "-A", "--", ":!mine.py"], ["commit", "-q", "-m", "all"]):
         subprocess.run([*GIT, *words], check=True)
     Path("tiny.yaml").write_text(Path("tiny.yaml").read_text().replace("max_steps:", "seed: 11\n  max_steps:", 1))
+    # What patches are easily broken by: an end that is an empty line of context, other line ends, bytes that are no UTF-8.
+    changed = {"lines.txt": b"1\n2\n3\n4\n \n", "dos.txt": b"a\r\nc\r\n", "latin.txt": b"caf\xe9s\n", "raw.bin": b"\0\2\n\n"}
+    for name, content in changed.items():
+        Path(name).write_bytes(content)
+    subprocess.run([*GIT, "config", "color.ui", "always"], check=True)
+    subprocess.run([*GIT, "config", "diff.noprefix", "true"], check=True)
     fw("train", "tiny.yaml", "plugins=[mine.py]", "optimizer=mine", "train.max_steps=3").ok()
     (start,) = starts("run")
     patch, (plugin,) = start["patch"], start["plugin_files"].values()
@@ -81,6 +94,8 @@ def test_a_changed_tree_is_repeated_by_what_the_run_left(workspace: Path, tmp_pa
     subprocess.run(["git", "checkout", "-q", start["git"]["commit"]], cwd=elsewhere, check=True)
     subprocess.run(["git", "apply", str(run / patch)], cwd=elsewhere, check=True)
     assert (elsewhere / "tiny.yaml").read_text() == Path("tiny.yaml").read_text()
+    assert {name: (elsewhere / name).read_bytes() for name in changed} == changed
+    assert (run / patch).stat().st_mode & 0o077 == 0
     Path("mine.py").unlink()  # what is not there cannot be what is used
     (elsewhere / "mine.py").write_bytes((run / plugin).read_bytes())
     words = start["command"][start["command"].index("train") + 1 :]
@@ -110,8 +125,8 @@ def test_how_each_start_ended_is_noted(workspace: Path) -> None:
     assert failed.code == 1 and end["exit_code"] == 1 and end["said"] in failed.err
     both = fw("train", "tiny.yaml", "train.max_steps=3", "optimizer.lr=1e30", "train.run_dir=two", "sharding=ddp", "launch.devices=2")
     assert both.code == 1 and last_end(Path("two"))["exit_code"] == 1
-    wrong = fw("train", "tiny.yaml", "train.max_steps=0")
-    assert wrong.code == 2 and last_end(Path("run")) == end, "bad input says nothing about the run that is there"
+    wrong = fw("train", "tiny.yaml", "data.files=[nowhere.txt]", "resume=auto")
+    assert wrong.code == 2 and last_end(Path("run")) == end, "who never started says nothing about the run that is there"
 
 
 def test_without_git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,8 +12,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import torch
-
 from fw.meter.drawing import Drawing, Words
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -36,8 +34,8 @@ Random weights of a Llama, 20 steps, AdamW whose state is in fp32, gradients cli
 the base is in bf16, or in 4 bits (nf4, double quantization). **Products**: of the tokens per second that the step's matrix products alone
 would allow, measured in the same round; above 1 where fw's own kernels are faster than torch's. **Allocated**: at most from the second step
 on, by the events of torch's allocator. **Resident**: the most that a process had. Peers run as their documentation shows: transformers and
-litgpt under autocast, peft over transformers, torch's `fully_shard` and accelerate's FSDP2 over transformers, `torch.compile` of the whole
-model where it says compiled; fw compiles blocks.
+litgpt under autocast, peft over transformers, torch's `fully_shard` over transformers, accelerate (which on a CPU divides
+nothing), `torch.compile` of the whole model where it says compiled; fw compiles blocks.
 """
 
 
@@ -45,9 +43,7 @@ def keep(bench: str, case: str, found: Mapping[str, Any], about: Mapping[str, An
     """Put a case's figures in the place of earlier ones, and make the page anew."""
     file = DOCS / "benchmarks.json"
     kept: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
-    versions = {"torch": torch.__version__, **{name: version for python in about.get("peers", ()) for name, version in _versions(python)}}
-    whole = {**found, "machine": machine(), "date": str(date.today()), "commit": _commit(), "versions": versions, **about}
-    whole.pop("peers", None)
+    whole = {**found, "machine": machine(), "date": str(date.today()), "commit": _commit(), **about}
     kept.setdefault(bench, {})[case] = whole
     file.write_text(json.dumps(kept, indent=1) + "\n")
     (DOCS / "benchmarks.md").write_text(page(kept))
@@ -152,19 +148,6 @@ def _lines(file: str) -> list[str]:
 def _commit() -> str:
     words = ["git", "describe", "--always", "--dirty", "--exclude=*"]
     return subprocess.run(words, cwd=DOCS.parent, capture_output=True, text=True, check=True).stdout.strip()
-
-
-def _versions(python: str) -> list[tuple[str, str]]:
-    """Of peers that a Python has."""
-    code = (
-        "import importlib.metadata as m, json\n"
-        "found = []\n"
-        "for name in ('transformers', 'peft', 'litgpt', 'accelerate', 'bitsandbytes'):\n"
-        "    try: found.append((name, m.version(name)))\n"
-        "    except m.PackageNotFoundError: pass\n"
-        "print(json.dumps(found))"
-    )
-    return [tuple(each) for each in json.loads(subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout)]
 
 
 if __name__ == "__main__":

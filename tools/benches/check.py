@@ -24,14 +24,15 @@ _LESS_IS_BETTER = ("allocated", "resident")
 
 
 def compared(ways: Mapping[str, Any]) -> list[str]:
-    """fw's fastest, and the fastest of the others."""
+    """fw's fastest, and the fastest of the others, where there are any."""
     fastest = sorted(ways, key=lambda way: -median(ways[way]["tokens/s"]))
-    return [next(way for way in fastest if way.startswith("fw") is own) for own in (True, False)]
+    chosen = [next((way for way in fastest if way.startswith("fw") is own), None) for own in (True, False)]
+    return [way for way in chosen if way is not None]
 
 
 def fallen(before: Mapping[str, float], now: Mapping[str, float]) -> list[str]:
     """Sentences on the ratios that are worse."""
-    said = []
+    said = [f"{name}: not measured; the table has {before[name]:.2f}" for name in before if name not in now]
     for name, value in now.items():
         if name not in before:
             continue
@@ -44,7 +45,8 @@ def fallen(before: Mapping[str, float], now: Mapping[str, float]) -> list[str]:
 def main() -> None:
     """Measure and compare."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    kept = json.loads((benchmarks.DOCS / "benchmarks.json").read_text())["training"]
+    table = benchmarks.DOCS / "benchmarks.json"
+    kept = json.loads(table.read_text())["training"] if table.exists() else {}
     parser.add_argument("--cases", nargs="+", default=list(kept), choices=list(kept), metavar="CASE", help=f"of: {'; '.join(kept)}")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=12)
@@ -53,6 +55,8 @@ def main() -> None:
     options = parser.parse_args()
     if options.steps <= WARM_UP:
         parser.error(f"--steps: {options.steps} is too small; the first {WARM_UP} warm up")
+    if not kept:
+        parser.error(f"{table}: there is none to compare with; tools/bench training --write makes it")
     worse = []
     for name in options.cases:
         ways = compared(kept[name]["ways"])

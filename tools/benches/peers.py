@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -35,9 +35,11 @@ def having(module: str, others: Sequence[str]) -> str | None:
     return next((python for python in [sys.executable, *others] if has(python, module)), None)
 
 
-def printed(way: str, words: Sequence[str]) -> dict[str, float]:
-    """Figures that a command prints as JSON on its last line. Ends the process where it fails."""
-    found = subprocess.run(words, capture_output=True, text=True, check=False)
+def printed(way: str, words: Sequence[str], variables: Mapping[str, str] | None = None) -> dict[str, float] | None:
+    """What a command prints as JSON on its last line; None where what it needs is not installed. Ends the process where it fails."""
+    found = subprocess.run(words, capture_output=True, text=True, check=False, env={**os.environ, **(variables or {})})
+    if found.returncode == NOT_INSTALLED:
+        return None
     if found.returncode:
         sys.exit(f"{way}: {found.stderr.strip()[-2000:]}")
     figures: dict[str, float] = json.loads(found.stdout.splitlines()[-1])

@@ -29,6 +29,7 @@ import torch
 
 import benchmarks
 from fw.config import load
+from fw.launching.cores import usable_cores
 from fw.recipe import resolve
 from fw.training.order import StepOrder
 from peers import check_quiet, having, load as load_average, printed, pythons
@@ -43,7 +44,7 @@ MODULES = {
     "peft": "peft",
     "litgpt": "litgpt",
     "torch fully_shard": "transformers",
-    "accelerate": "accelerate",
+    "accelerate's DDP": "accelerate",
 }
 """What a peer's Python must have."""
 Figures = dict[str, dict[str, list[float]]]
@@ -101,7 +102,8 @@ def measure(case: Case, way: str, place: Path, peers: list[str], memory: bool) -
     if (python := having(MODULES[spec["program"]], peers)) is None:
         return None
     launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={case.ranks}"] if case.ranks > 1 else []
-    return printed(way, [python, *launch, str(HERE / "training_peers.py"), json.dumps(spec)])
+    threads = {"OMP_NUM_THREADS": str(max(1, usable_cores() // case.ranks))} if case.ranks > 1 else {}  # as fw's launcher has it
+    return printed(way, [python, *launch, str(HERE / "training_peers.py"), json.dumps(spec)], threads)
 
 
 def fw_trained(place: Path, overrides: list[str]) -> dict[str, float]:
@@ -141,7 +143,8 @@ def rounds(name: str, case: Case, ways: list[str], options: argparse.Namespace) 
                 check_quiet()
             products.append(products_alone(case))
             print(f"{name}, round {number + 1}: products alone {products[-1]:,.0f} tokens/s, load {load_average():.2f}", flush=True)
-            for way in ways:
+            first = number % len(ways)
+            for way in (*ways[first:], *ways[:first]):
                 if (figures := measure(case, way, place, options.peers, memory=False)) is None:
                     print(f"  {way}: not installed")
                     continue
@@ -151,6 +154,16 @@ def rounds(name: str, case: Case, ways: list[str], options: argparse.Namespace) 
                     told[way][figure].append(value)
                 print(f"  {way}: " + ", ".join(f"{figure} {value:,.4g}" for figure, value in figures.items()), flush=True)
     return {"products": products, "ways": told}
+
+
+def versions(peers: list[str]) -> dict[str, str]:
+    """Of torch and of what is measured beside fw, in the Pythons that run it."""
+    found = {"torch": torch.__version__}
+    for name in (*dict.fromkeys(MODULES.values()), "bitsandbytes"):
+        if (python := having(name, peers)) is not None:
+            code = f"import importlib.metadata as m; print(m.version({name!r}))"
+            found[name] = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+    return found
 
 
 def main() -> None:
@@ -171,9 +184,8 @@ def main() -> None:
         found = rounds(name, CASES[name], ways, options)
         print("\n".join(["", f"{name}: medians of {options.rounds}", "", *benchmarks.table(found), ""]), flush=True)
         if options.write:
-            benchmarks.keep(
-                "training", name, found, {"command": "tools/bench training --write", "steps": options.steps, "peers": options.peers}
-            )
+            about = {"command": "tools/bench training --write", "steps": options.steps, "versions": versions(options.peers)}
+            benchmarks.keep("training", name, found, about)
 
 
 if __name__ == "__main__":

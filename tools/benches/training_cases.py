@@ -15,7 +15,7 @@ LARGE = Shape()
 LORA = {"name": "lora", "rank": 16, "alpha": 32, "targets": ["all-linear"]}
 _WHOLE = ("fw", "fw, compiled", "transformers", "transformers, compiled", "litgpt", "litgpt, compiled")
 _ADAPTERS = ("fw", "fw, compiled", "peft", "peft, compiled")
-_RANKS = ("fw", "fw, compiled", "torch fully_shard", "torch fully_shard, compiled", "accelerate")
+_RANKS = ("fw", "fw, compiled", "torch fully_shard", "torch fully_shard, compiled", "accelerate's DDP")
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ import platform
 import re
 import subprocess
 import sys
+from contextlib import suppress
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from typing import Any
 import torch
 
 from fw import __version__
+from fw.config import PLUGINS
 from fw.recipe import Recipe
 
 _VARIABLES = ("CUDA_", "NCCL_", "GLOO_", "OMP_", "MKL_", "TORCH_", "PYTORCH_", "CUBLAS_", "FW_", "SLURM_JOB_ID", "WORLD_SIZE", "MALLOC_")
@@ -29,9 +31,13 @@ _SECRET = ("TOKEN", "KEY", "SECRET", "PASSW", "CREDENTIAL", "AUTH")
 _IN_ADDRESSES = re.compile(r"://[^/@\s]+@")
 FILE = "environment.jsonl"
 """In a run's directory."""
+_STARTED = '{"started"'
+"""What the line of a start begins with."""
 _PATIENCE = 5
 """Seconds for git to answer."""
 _LARGEST_PATCH = 1 << 20
+_AS_GIT_APPLIES = ("--binary", "--no-ext-diff", "--no-textconv", "--no-color", "--src-prefix=a/", "--dst-prefix=b/")
+"""Whatever the user's own settings make of a difference."""
 _LOOKED_AT = 1 << 20
 """Bytes of a file of weights that tell it from others, at each end."""
 
@@ -69,15 +75,26 @@ def note(directory: Path, recipe: Recipe, data: str) -> None:
     _add(directory, start)
 
 
-def note_end(directory: Path, exit_code: int, said: str = "") -> None:
-    """Add how the last start ended; where none was noted, nothing.
+def note_end(directory: Path, before: str | None, exit_code: int, said: str = "") -> None:
+    """Add how the last start ended, where that is not the one of ``before`` (:func:`last_start`), which is somebody else's.
 
     Args:
         said: what went wrong, in a sentence; empty where nothing did.
     """
-    if (directory / FILE).is_file():
-        ended = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    if last_start(directory) in (None, before):
+        return
+    ended = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    with suppress(OSError):  # what is to be said is how the run ended
         _add(directory, {"ended": ended, "exit_code": exit_code, **({"said": without_secrets(said)} if said else {})})
+
+
+def last_start(directory: Path) -> str | None:
+    """The line of the last start that was noted; None where there is none."""
+    try:
+        lines = (directory / FILE).read_text().splitlines()
+    except (OSError, ValueError):
+        return None
+    return next((line for line in reversed(lines) if line.startswith(_STARTED)), None)
 
 
 def _add(directory: Path, line: dict[str, Any]) -> None:
@@ -97,25 +114,32 @@ def last_end(directory: Path) -> dict[str, Any] | None:
 
 def _keep_patch(directory: Path) -> str | None:
     """Name of a file with what the work tree has that its commit has not; None where that is nothing, no tree, or more than a MiB."""
-    patch = _git(Path.cwd(), "diff", "HEAD", "--binary")
-    if not patch or len(patch) > _LARGEST_PATCH:
-        return None
-    name = f"changes-{hashlib.sha256(patch.encode()).hexdigest()[:12]}.patch"
-    (directory / name).write_text(patch + "\n")
-    return name
+    patch = _git_bytes(Path.cwd(), "diff", "HEAD", *_AS_GIT_APPLIES)
+    return _kept(directory, "changes", ".patch", patch) if patch and len(patch) <= _LARGEST_PATCH else None
 
 
 def _keep_plugins(directory: Path, recipe: Recipe) -> dict[str, str]:
     """By the path in the config, the name of a copy."""
+    given = recipe.config.tree.get(PLUGINS) or []
     kept = {}
-    for file in recipe.config.tree.get("plugins") or []:
+    for file in [given] if isinstance(given, str) else given:
         source = Path(file).expanduser()
-        if source.is_file():
-            content = source.read_bytes()
-            name = f"{source.stem}-{hashlib.sha256(content).hexdigest()[:12]}.py"
-            (directory / name).write_bytes(content)
-            kept[str(file)] = name
+        with suppress(OSError):
+            if name := _kept(directory, source.stem, ".py", source.read_bytes()):
+                kept[str(file)] = name
     return kept
+
+
+def _kept(directory: Path, stem: str, suffix: str, content: bytes) -> str | None:
+    """A file for its owner alone, whose name says what it holds; None where it cannot be written."""
+    name = f"{stem}-{hashlib.sha256(content).hexdigest()[:12]}{suffix}"
+    try:
+        descriptor = os.open(directory / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+    except OSError:
+        return None
+    return name
 
 
 def weights(directory: Path | None) -> dict[str, Any] | None:
@@ -165,11 +189,16 @@ def git(directory: Path) -> dict[str, Any] | None:
 
 
 def _git(directory: Path, *words: str) -> str | None:
+    found = _git_bytes(directory, *words)
+    return None if found is None else found.decode(errors="replace").strip()
+
+
+def _git_bytes(directory: Path, *words: str) -> bytes | None:
     try:
-        done = subprocess.run(["git", "-C", str(directory), *words], capture_output=True, text=True, timeout=_PATIENCE)
+        done = subprocess.run(["git", "-C", str(directory), *words], capture_output=True, timeout=_PATIENCE)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return done.stdout.strip() if done.returncode == 0 else None
+    return done.stdout if done.returncode == 0 else None
 
 
 def packages() -> dict[str, str]:

@@ -16,7 +16,7 @@ import yaml
 
 from fw.checkpointing import commit
 from fw.checkpointing.manifest import MANIFEST, damages, read_manifest
-from fw.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_REQUEUE, UserError
+from fw.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_REQUEUE, EXIT_USER, UserError
 from fw.place import Place, place
 from fw.training.environment import last_end
 from fw.training.run_dir import CHECKPOINTS, METRICS, SUMMARY
@@ -28,8 +28,8 @@ _DEPTH = 3
 """How far below a directory runs are looked for."""
 State = Literal["running", "finished", "stopped", "failed", "not finished"]
 
-_ENDED: dict[int, State] = {EXIT_FAILED: "failed", EXIT_REQUEUE: "stopped", EXIT_INTERRUPTED: "stopped"}
-"""By the exit code of a run that has not made all its steps."""
+_ENDED: dict[int, State] = {EXIT_FAILED: "failed", EXIT_USER: "failed", EXIT_REQUEUE: "stopped", EXIT_INTERRUPTED: "stopped"}
+"""By the exit code of the last start."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ def _told(directory: Path, thorough: bool, progress: Callable[[int], object]) ->
     step = max((int(each) for each in steps if each is not None), default=None)
     ended = summary.get("steps") is not None and max_steps is not None and summary["steps"] >= max_steps
     end = last_end(directory) or {}
-    state: State = "running" if is_held(directory) else "finished" if ended else _ENDED.get(end.get("exit_code", 0), "not finished")
+    state: State = "running" if is_held(directory) else _ENDED.get(end.get("exit_code", 0), "finished" if ended else "not finished")
     changed = max(path.stat().st_mtime for path in (directory / CONFIG, directory / METRICS, directory / SUMMARY) if path.exists())
     loss = row.get("loss", summary.get("train_loss"))
     val_loss = summary.get("val_loss") if ended else _last(directory / METRICS, "val_loss")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fw.config import Config
-from fw.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_USER
+from fw.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
 from fw.launching import outcome
 from fw.launching.network import use_interface
 from fw.recipe import Recipe, World, current_world, resolve
@@ -58,14 +58,16 @@ def run(config: Config, files: Mapping[str, str] | None = None) -> TrainResult:
     recipe = resolve(config, world)
     if not world.is_first or outcome.launched_by_fw():
         return _run(config, recipe, world, files or {})
+    before = environment.last_start(recipe.run_dir)
     try:
         result = _run(config, recipe, world, files or {})
-    except (Exception, KeyboardInterrupt) as error:
-        code = EXIT_INTERRUPTED if isinstance(error, KeyboardInterrupt) else getattr(error, "exit_code", EXIT_FAILED)
-        if code != EXIT_USER:  # then an earlier run may be there, which has nothing to do with it
-            environment.note_end(recipe.run_dir, code, outcome.describe(error))
+    except KeyboardInterrupt:
+        environment.note_end(recipe.run_dir, before, EXIT_INTERRUPTED)
         raise
-    environment.note_end(recipe.run_dir, result.exit_code)
+    except Exception as error:
+        environment.note_end(recipe.run_dir, before, getattr(error, "exit_code", EXIT_FAILED), outcome.describe(error))
+        raise
+    environment.note_end(recipe.run_dir, before, result.exit_code)
     return result
 
 

@@ -4,7 +4,8 @@ interrupted goes on where it was.
 
 from __future__ import annotations
 
-import importlib.util
+import hashlib
+import importlib.metadata
 import json
 import os
 import pickle
@@ -12,7 +13,7 @@ import subprocess
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,7 +23,9 @@ from fw.api import RunError, usable_cores
 ALONE = 1024
 """So many records are encoded before processes are started for the others, which takes a second or two."""
 BATCH = 256
-_WORK = "from fw_plugins.data.encoding import work; work()"
+_MOST = 16
+"""Processes: more wait for the one that reads and writes."""
+_WORK = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); from fw_plugins.data.encoding import work; work()"
 
 
 class Outcome(NamedTuple):
@@ -44,27 +47,35 @@ Encode = Callable[[Value], Outcome]
 
 
 class Journal:
-    """Outcomes in a file, a line each."""
+    """Outcomes in a file, a line each, some ten bytes a token.
 
-    def __init__(self, file: Path) -> None:
-        self._file = file
+    Args:
+        made_by: what tells of the code that encodes: another's outcomes are thrown away.
+    """
+
+    def __init__(self, file: Path, made_by: str) -> None:
+        self._file, self._head = file, json.dumps(made_by).encode() + b"\n"
 
     def kept(self) -> Iterator[Outcome]:
-        """Of an earlier call; a line that is not whole, as a kill leaves it, is cut off."""
-        if not self._file.exists():
-            return
+        """Of an earlier call; what follows a line that is not whole, as a kill leaves it, is cut off."""
         whole = 0
-        with self._file.open("rb") as lines:
-            for line in lines:
-                if not line.endswith(b"\n"):
-                    break
-                whole += len(line)
-                yield Outcome(*json.loads(line))
-        os.truncate(self._file, whole)
+        if self._file.exists():
+            with self._file.open("rb") as lines:
+                if lines.readline() == self._head:
+                    whole = len(self._head)
+                    for line in lines:
+                        if (outcome := _read(line)) is None:
+                            break
+                        whole += len(line)
+                        yield outcome
+        with self._file.open("ab") as file:
+            file.truncate(whole)
+            if not whole:
+                file.write(self._head)
 
     @contextmanager
     def added(self) -> Iterator[Callable[[Sequence[Outcome]], None]]:
-        """Takes outcomes, which are in the file when it returns."""
+        """Takes outcomes, which are in the file when it returns; those that :meth:`kept` gave come first."""
         with self._file.open("ab") as file:
 
             def add(outcomes: Sequence[Outcome]) -> None:
@@ -76,6 +87,23 @@ class Journal:
     def remove(self) -> None:
         """It is needed no more."""
         self._file.unlink(missing_ok=True)
+
+
+def _read(line: bytes) -> Outcome | None:
+    """None where it is not what was written."""
+    try:
+        return Outcome(*json.loads(line)) if line.endswith(b"\n") else None
+    except (ValueError, TypeError):
+        return None
+
+
+def code_of(kind: type) -> str:
+    """What tells of the code that makes ids: the class, its file's content, and versions of what it stands on."""
+    module = sys.modules.get(kind.__module__)
+    file = getattr(module, "__file__", None)
+    source = hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16] if file and Path(file).is_file() else ""
+    versions = [importlib.metadata.version(name) for name in ("fw", "tokenizers")]
+    return " ".join([kind.__module__, kind.__qualname__, source, *versions])
 
 
 def outcomes(values: Iterator[Value], encode: Encode, made_by: tuple[type, Any], journal: Journal) -> Iterator[Outcome]:
@@ -110,21 +138,22 @@ def _by_many(batches: Iterator[list[Value]], encode: Encode, made_by: tuple[type
     first = list(islice(batches, 1))
     if not first:
         return
-    count = usable_cores()
-    if count < 2 or not _found_elsewhere(made_by[0]):
-        for batch in (*first, *batches):
-            yield [encode(value) for value in batch]
-        return
-    workers = deque(_Worker(made_by) for _ in range(count))
+    workers: deque[_Worker] = deque()
     asked: deque[_Worker] = deque()
     try:
+        if (count := min(_MOST, usable_cores())) > 1 and _found_elsewhere(made_by[0]):
+            workers.extend(_Worker(made_by) for _ in range(count))
+        if not (workers and all(worker.begins() for worker in workers)):
+            for batch in _chain(first, batches):
+                yield [encode(value) for value in batch]
+            return
         for batch in _chain(first, batches):
             if not workers:  # who was asked first answers first, and is asked again
                 workers.append(asked.popleft())
                 yield workers[0].answer()
             worker = workers.popleft()
-            worker.ask(batch)
             asked.append(worker)
+            worker.ask(batch, encode)
         while asked:
             workers.append(asked.popleft())
             yield workers[-1].answer()
@@ -139,11 +168,8 @@ def _chain(first: Iterable[list[Value]], others: Iterator[list[Value]]) -> Itera
 
 
 def _found_elsewhere(kind: type) -> bool:
-    """Whether another process can import it: not what a file of somebody's has registered."""
-    try:
-        return importlib.util.find_spec(kind.__module__) is not None and kind.__module__ != "__main__"
-    except (ImportError, ValueError):
-        return False
+    """Whether another process can import it: not what a file of somebody's has registered, nor what a script or a function has in it."""
+    return not kind.__module__.startswith(("__main__", "fw_file_")) and "<locals>" not in kind.__qualname__
 
 
 class _Worker:
@@ -153,22 +179,46 @@ class _Worker:
         environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
         words = [sys.executable, "-c", _WORK]
         self._process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
-        self._write(made_by)
+        self._own: list[Outcome] | None = None
+        try:
+            given = pickle.dumps(made_by)
+        except (pickle.PicklingError, AttributeError, TypeError):
+            given = b""  # it does not begin
+        with suppress(RunError):  # nor does one that has ended by now
+            self._write(pickle.dumps((sys.path, given)))
 
-    def ask(self, batch: list[Value]) -> None:
-        self._write(batch)
+    def begins(self) -> bool:
+        """Whether it has found what it is to encode by."""
+        assert self._process.stdout is not None
+        try:
+            return bool(pickle.load(self._process.stdout))
+        except (EOFError, pickle.UnpicklingError):
+            return False
+
+    def ask(self, batch: list[Value], encode: Encode) -> None:
+        """What another process cannot be given is encoded here."""
+        try:
+            given = pickle.dumps(batch)
+        except (pickle.PicklingError, AttributeError, TypeError):
+            self._own = [encode(value) for value in batch]
+            return
+        self._write(given)
 
     def answer(self) -> list[Outcome]:
+        """Of what was asked last."""
+        if self._own is not None:
+            own, self._own = self._own, None
+            return own
         assert self._process.stdout is not None
         try:
             return [Outcome(*each) for each in pickle.load(self._process.stdout)]
         except (EOFError, pickle.UnpicklingError):
             raise self._ended() from None
 
-    def _write(self, what: Any) -> None:
+    def _write(self, pickled: bytes) -> None:
         assert self._process.stdin is not None
         try:
-            pickle.dump(what, self._process.stdin)
+            self._process.stdin.write(pickled)
             self._process.stdin.flush()
         except BrokenPipeError:
             raise self._ended() from None
@@ -191,12 +241,22 @@ def work() -> None:
     """Answer what is asked on stdin, until it ends. What anything else prints goes to stderr."""
     asked, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
-    kind, config = pickle.load(asked)
-    encode: Encode = kind(config).encoder()
+    sys.path[:], given = pickle.load(asked)
+
+    def say(what: Any) -> None:
+        pickle.dump(what, answers)
+        answers.flush()
+
+    try:
+        kind, config = pickle.loads(given)
+        encode: Encode = kind(config).encoder()
+    except Exception:  # the other process can do it, or says what is wrong
+        say(False)
+        return
+    say(True)
     while True:
         try:
             batch = pickle.load(asked)
         except EOFError:
             return
-        pickle.dump([tuple(encode(value)) for value in batch], answers)
-        answers.flush()
+        say([tuple(encode(value)) for value in batch])

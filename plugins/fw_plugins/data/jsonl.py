@@ -21,7 +21,7 @@ from fw_plugins.data import conversation, sources
 from fw_plugins.data.cache import META, Hopeless, cached
 from fw_plugins.data.conversation import Encoded, Learnt
 from fw_plugins.data.datasets_source import DatasetRecords
-from fw_plugins.data.encoding import Journal, Outcome, outcomes
+from fw_plugins.data.encoding import Journal, Outcome, code_of, outcomes
 from fw_plugins.data.masked import MaskedRecords, MaskedWriter, PairedRecords, sizes_in
 from fw_plugins.data.records import FileRecords, Source
 
@@ -195,7 +195,7 @@ class _Records(DataPlugin):
                 split: [stack.enter_context(MaskedWriter(directory, split + part, dtype)) for part in self.parts] for split in _SPLITS
             }
             for split, source in found.items():
-                for outcome in self._all(source, Journal(directory / f"{split}{_JOURNAL}"), skipped):
+                for outcome in self._all(source, self._journal(directory, split), skipped):
                     held_out = split == "val" or ("val" not in found and _is_held_out(outcome.content, self.config.val_fraction))
                     for writer, part in zip(writers["val" if held_out else "train"], outcome.parts, strict=True):
                         writer.write(*part)
@@ -203,28 +203,32 @@ class _Records(DataPlugin):
                     repeated += outcome.content in seen
                     seen.add(outcome.content)
         if skipped:
-            say(f"data: {len(skipped)} bad records skipped, the first: {min(skipped)[1]}")
+            say(f"data: {len(skipped)} bad records skipped, the first: {skipped[0][1]}")
         number = sum(written[0].records for written in writers.values())
         for written, what in ((writers["train"], "to train on"), (writers["val"], "for validation")):
             tokens, targets = (sum(getattr(writer, name) for writer in written) for name in ("tokens", "targets"))
             if not targets:
-                raise UserError(f"data: no record is left {what}, of {number}; give more, or data.val_files")
+                raise Hopeless(f"data: no record is left {what}, of {number}; give more, or data.val_files")
             say(f"data: {written[0].records:,} records {what}, {tokens:,} tokens of which {targets:,} are learnt")
         for split in _SPLITS:
-            Journal(directory / f"{split}{_JOURNAL}").remove()
+            self._journal(directory, split).remove()
         facts = {"documents": number, "duplicates": repeated, "bad": len(skipped)}
         (directory / META).write_text(json.dumps({"dtype": dtype, "fingerprint": digest.hexdigest(), **facts}))
+
+    def _journal(self, directory: Path, split: str) -> Journal:
+        return Journal(directory / f"{split}{_JOURNAL}", code_of(type(self)))
 
     def _all(self, source: Source, journal: Journal, skipped: list[tuple[int, str]]) -> Iterator[Outcome]:
         """Of each record that is not left out."""
         places: deque[str] = deque()
+        own: list[tuple[int, str]] = []
         read = done = 0
 
         def bad(place: str, why: str, number: int | None = None) -> None:
             if self.config.on_bad == "stop":
                 option = "dataset" if self.config.dataset else "files"
                 raise Hopeless(f"data.{option}: {place}: {why}; correct it, or leave such records out with data.on_bad=skip")
-            skipped.append((read if number is None else number, f"{place}: {why}"))
+            own.append((read if number is None else number, f"{place}: {why}"))
 
         def values() -> Iterator[Mapping[str, Any]]:
             nonlocal read
@@ -242,6 +246,7 @@ class _Records(DataPlugin):
                     bad(place, outcome.wrong, done - 1)
                 else:
                     yield outcome
+        skipped += sorted(own, key=lambda each: each[0])
 
     def encoder(self, tokenizer: Tokenizer | None = None) -> Callable[[Mapping[str, Any]], Outcome]:
         """What makes ids of a record; with the tokenizer that the config names where none is given."""

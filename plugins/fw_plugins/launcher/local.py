@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -41,12 +42,17 @@ class LocalLauncher(LauncherPlugin):
 
     def launch(self, command: Sequence[str], launch: LaunchSection, prepare: Prepare) -> int:
         """Start, pass signals on, restart what failed, wait, and say how it ended."""
-        with _environment_as_before():
-            return _launch(command, launch, prepare)
+        elastic = logging.getLogger("torch.distributed.elastic")
+        before = elastic.level
+        elastic.setLevel(logging.CRITICAL)  # what failed is told here
+        try:
+            with _environment_as_before():
+                return _launch(command, launch, prepare)
+        finally:
+            elastic.setLevel(before)
 
 
 def _launch(command: Sequence[str], launch: LaunchSection, prepare: Prepare) -> int:
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # what failed is told here
     if launch.threads is not None:
         os.environ["OMP_NUM_THREADS"] = str(launch.threads)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // launch.devices)))
@@ -130,8 +136,12 @@ def _environment_as_before() -> Iterator[None]:
 
 @contextmanager
 def _forward_signals() -> Iterator[list[int]]:
-    """Pass stop signals on to the children of this process, once each; the ranks save and end by themselves."""
+    """Pass stop signals on to the children of this process, once each; the ranks save and end by themselves. Signals are the main thread's:
+    in another nobody hears of them."""
     asked: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield asked
+        return
 
     def forward(number: int, frame: FrameType | None) -> None:
         asked.append(number)
