@@ -16,6 +16,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -79,10 +80,10 @@ class Newcomer:
                 time.sleep(0.2)
         raise SystemExit(f"fw serve ended with {self._server.returncode}")
 
-    def _timed(self, command: str, installs: bool, what: object) -> None:
+    def _timed(self, command: str, installs: bool, what: Callable[[], None]) -> None:
         print(f"\n$ {command.strip()}", flush=True)
         began = time.monotonic()
-        what()  # type: ignore[operator]
+        what()
         took = time.monotonic() - began
         self.spent.append((command.strip().splitlines()[0], took, installs))
         print(f"({took:.0f} s)", flush=True)

@@ -86,9 +86,9 @@ def ratios(case: Mapping[str, Any]) -> dict[str, float]:
     if others:
         found["tokens/s"] = best / max(each["tokens/s"] for each in others)
         for name in ("allocated", "resident"):
-            least = [_least(each, name) for each in (ours, others)]
-            if None not in least and least[1]:
-                found[name] = least[0] / least[1]  # type: ignore[operator]
+            own, least = _least(ours, name), _least(others, name)
+            if own is not None and least:
+                found[name] = own / least
     return found
 
 

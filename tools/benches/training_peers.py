@@ -46,7 +46,11 @@ def transformers(spec: Spec) -> tuple[Any, Loss]:
         from peft import LoraConfig, get_peft_model
 
         model = get_peft_model(model, LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM"))
-    return model, lambda x, y: model(input_ids=x, labels=y, shift_labels=y, use_cache=False).loss
+    return model, _loss_of_transformers(model)
+
+
+def _loss_of_transformers(model: Any) -> Loss:
+    return lambda x, y: model(input_ids=x, labels=y, shift_labels=y, use_cache=False).loss
 
 
 def litgpt(spec: Spec) -> tuple[Any, Loss]:
@@ -119,8 +123,7 @@ def run(spec: Spec, steps: int | None, after: Callable[[int], None] = lambda ste
     optimizer, accelerator = adamw(model), None
     if spec["program"] == "accelerate's DDP":
         model, optimizer, accelerator = accelerated(model, optimizer)
-        prepared = model
-        loss_of = lambda x, y: prepared(input_ids=x, labels=y, shift_labels=y, use_cache=False).loss  # noqa: E731
+        loss_of = _loss_of_transformers(model)
     if spec["compiled"]:
         model.compile()
     ranks = dist.get_world_size() if dist.is_initialized() else 1

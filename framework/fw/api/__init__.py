@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from fw.bars import Bar as Bar
     from fw.caches import cache_dir as cache_dir
     from fw.checkpointing.placement import local_part as local_part
+    from fw.checkpointing.weights_digest import weights_digest as weights_digest
     from fw.config import LaunchSection as LaunchSection, format_size as format_size, parse_size as parse_size
     from fw.errors import (
         EXIT_FAILED as EXIT_FAILED,
@@ -136,6 +137,7 @@ if TYPE_CHECKING:
 
 _NAMES = {
     "fw.checkpointing.placement": "local_part",
+    "fw.checkpointing.weights_digest": "weights_digest",
     "fw.config": "LaunchSection format_size parse_size",
     "fw.caches": "cache_dir",
     "fw.errors": "EXIT_FAILED EXIT_INTERRUPTED EXIT_OK EXIT_REQUEUE EXIT_USER FwError RunError UserError describe did_you_mean",

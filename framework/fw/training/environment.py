@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from fw import __version__
+from fw.checkpointing.weights_digest import weights_digest
 from fw.config import PLUGINS
 from fw.recipe import Recipe
 
@@ -38,8 +39,6 @@ _PATIENCE = 5
 _LARGEST_PATCH = 1 << 20
 _AS_GIT_APPLIES = ("--binary", "--no-ext-diff", "--no-textconv", "--no-color", "--src-prefix=a/", "--dst-prefix=b/")
 """Whatever the user's own settings make of a difference."""
-_LOOKED_AT = 1 << 20
-"""Bytes of a file of weights that tell it from others, at each end."""
 
 
 def found(recipe: Recipe, data: str) -> dict[str, Any]:
@@ -146,15 +145,7 @@ def weights(directory: Path | None) -> dict[str, Any] | None:
     """Where training begins from, and a digest of the files' names, sizes, beginnings and ends; None for initial values."""
     if directory is None:
         return None
-    digest = hashlib.sha256()
-    for file in sorted(directory.glob("*.safetensors")):
-        size = file.stat().st_size
-        digest.update(f"{file.name} {size}\n".encode())
-        with file.open("rb") as opened:
-            digest.update(opened.read(_LOOKED_AT))
-            opened.seek(max(0, size - _LOOKED_AT))
-            digest.update(opened.read())
-    return {"path": str(directory), "sha256_of_ends": digest.hexdigest()}
+    return {"path": str(directory), "sha256_of_ends": weights_digest(directory)}
 
 
 def _of_cuda() -> dict[str, Any]:

@@ -33,7 +33,6 @@ from fw.api import UserError
 DESCRIPTION = "answers.json"
 _FORMAT = 1
 _PART_TOKENS = 1 << 18
-_END = 1 << 16
 
 
 class Answers(NamedTuple):
@@ -53,7 +52,7 @@ class Asked:
     """What answers depend on, besides rows.
 
     Attributes:
-        weights: :func:`weights_of`; empty where the teacher is not there any more, which is not compared then.
+        weights: :func:`fw.api.weights_digest`; empty where the teacher is not there any more, which is not compared then.
     """
 
     teacher: str
@@ -62,19 +61,6 @@ class Asked:
     temperature: float
     top_k: int
     vocab_size: int
-
-
-def weights_of(directory: Path) -> str:
-    """Tells a teacher's weights from others, without reading all of them: by names, sizes, and both ends of each file."""
-    told = hashlib.sha256()
-    for file in sorted(directory.glob("*.safetensors")):
-        size = file.stat().st_size
-        told.update(f"{file.name} {size}".encode())
-        with file.open("rb") as read:
-            told.update(read.read(_END))
-            read.seek(max(0, size - _END))
-            told.update(read.read(_END))
-    return told.hexdigest()
 
 
 def row_keys(batch: Mapping[str, Tensor]) -> tuple[list[int], list[int]]:

@@ -28,8 +28,9 @@ from fw.api import (
     UserError,
     find,
     read_config,
+    weights_digest,
 )
-from fw_plugins.objective.answers import DESCRIPTION, AnswerFiles, Answers, AnswerWriter, Asked, row_keys, weights_of
+from fw_plugins.objective.answers import DESCRIPTION, AnswerFiles, Answers, AnswerWriter, Asked, row_keys
 from fw_plugins.objective.chunked_loss import TokenLoss, add_product, scaled
 
 Teach = Callable[[slice], Tensor | Answers]
@@ -185,7 +186,7 @@ class Distill(ObjectivePlugin):
             raise UserError(f"objective.top_k: {c.top_k} is not below the {vocab_size} tokens that there are")
         if teacher is None and Path(c.teacher).is_dir():  # a hub's may not be here, nor any other once it has answered
             teacher = find(c.teacher)
-        return Asked(c.teacher, "" if teacher is None else weights_of(teacher), c.quantization, c.temperature, c.top_k, vocab_size)
+        return Asked(c.teacher, "" if teacher is None else weights_digest(teacher), c.quantization, c.temperature, c.top_k, vocab_size)
 
     def use(self, model: CausalLM) -> None:
         """As the teacher."""
