@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import faulthandler
 import fcntl
 import importlib
 import inspect
@@ -246,6 +247,7 @@ def _become(asked: dict[str, Any]) -> None:
     unbuffered = asked["unbuffered"] or bool(os.environ.get("PYTHONUNBUFFERED"))
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=stream.isatty() or stream is sys.stderr, write_through=unbuffered)  # type: ignore[union-attr]
+    faulthandler.enable()  # stacks where native code ends a process that a test started
     random.seed()
     numpy.random.seed()
     threads = int(os.environ.get("OMP_NUM_THREADS", len(os.sched_getaffinity(0))))

@@ -13,6 +13,11 @@ from conftest import environment
 HERE = Path(__file__).parent
 
 
+def ends(text: str, characters: int = 8000) -> str:
+    """Both: of ranks that fail one after another, the first says why."""
+    return text if len(text) <= 2 * characters else f"{text[:characters]}\n[…]\n{text[-characters:]}"
+
+
 def run_ranks(program: str, ranks: int, asked: Any, directory: Path | None = None) -> subprocess.CompletedProcess[str]:
     """``program`` under torchrun (one rank: by itself) with ``asked`` as JSON; a data cache of its own where a directory is given."""
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)] if ranks > 1 else []
@@ -25,5 +30,5 @@ def run_ranks(program: str, ranks: int, asked: Any, directory: Path | None = Non
         text=True,
         timeout=900,
     )
-    assert done.returncode == 0, done.stderr[-8000:]
+    assert done.returncode == 0, ends(done.stderr)
     return done

@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import fw
 from conftest import environment
+from distributed.ranks import ends
 from models.architectures import save
 
 CASES = [
@@ -46,7 +47,7 @@ def test_trains_under_fsdp_and_comes_back(workspace):
     program = Path(__file__).with_name("train_architectures.py")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(program), *map(str, directories.values())]
     done = subprocess.run(torchrun, capture_output=True, text=True, env=environment(), timeout=600)
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.returncode == 0, ends(done.stderr)
     for case, directory in directories.items():
         trained = directory / "trained" / "latest"
         theirs = AutoModelForCausalLM.from_pretrained(trained, attn_implementation="eager").eval()

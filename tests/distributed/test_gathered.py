@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from conftest import environment
+from distributed.ranks import ends
 
 NEITHER, BOTH = [[False, False]], [[True, False]]
 TIED = "model.tie_word_embeddings=true"
@@ -34,7 +35,7 @@ def test_embedding_and_head_are_whole_only_where_they_are_used(workspace: Path, 
     done = subprocess.run(
         [*torchrun, "sharding.name=fsdp", *untied, *overrides], capture_output=True, text=True, env=environment(), timeout=300
     )
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.returncode == 0, ends(done.stderr)
     for line in done.stdout.splitlines():
         assert json.loads(line) == {"forward": between, "backward": between, "reduced": reduced}
     assert len(done.stdout.splitlines()) == ranks

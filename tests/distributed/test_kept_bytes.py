@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from conftest import environment
+from distributed.ranks import ends
 from fw.meter.memory import malloc_in_use_bytes
 
 SHARDINGS = {
@@ -25,7 +26,7 @@ def kept(ranks: int, overrides: list[str]) -> list[tuple[int, int]]:
     # MKL would keep the buffers of its matrix products, some 10 MiB.
     quiet = {**environment(), "MKL_DISABLE_FAST_MM": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(torchrun, capture_output=True, text=True, env=quiet, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.returncode == 0, ends(done.stderr)
     numbers = [int(word) for word in done.stdout.replace("kept", " ").split()]
     assert len(numbers) == 2 * ranks
     return list(zip(numbers[::2], numbers[1::2], strict=True))

@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from conftest import column, environment, fw
+from distributed.ranks import ends
 
 MESHES = ["ddp", "fsdp", "{name: fsdp, replicate: 2}", "{name: fsdp, tensor: 2}", "{name: fsdp, context: 2, tensor: 2}"]
 
@@ -19,14 +20,14 @@ def test_initial_weights_do_not_depend_on_the_division(workspace):
     for ranks, meshes in ((2, MESHES[:4]), (4, MESHES)):
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), program, *meshes]
         done = subprocess.run(torchrun, capture_output=True, text=True, env=environment(), timeout=300)
-        assert done.returncode == 0, done.stderr[-3000:]
+        assert done.returncode == 0, ends(done.stderr)
 
 
 def test_options_of_ddp_and_fsdp_do_what_they_say(workspace):
     program = str(Path(__file__).with_name("options.py"))
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", program]
     done = subprocess.run(torchrun, capture_output=True, text=True, env=environment(), timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.returncode == 0, ends(done.stderr)
 
 
 def test_a_run_goes_on_under_another_division(workspace):

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from conftest import environment, fw
+from distributed.ranks import ends
 from fw.planning.plan import plan
 
 CASES = {
@@ -38,7 +39,7 @@ def test_assembling_and_saving_take_what_was_planned(workspace: Path, case: str)
     program = [str(Path(__file__).with_name("phases.py")), "tiny.yaml", str(checkpoint), *overrides]
     launcher = [] if ranks == 1 else ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
     done = subprocess.run([sys.executable, *launcher, *program], capture_output=True, text=True, env=environment(), timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.returncode == 0, ends(done.stderr)
     measured = {found["rank"]: found for found in map(json.loads, done.stdout.splitlines())}
     planned = plan("tiny.yaml", *overrides)
     divided = ranks > 1 and "ddp" not in case

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import faulthandler
 import json
+import os
+import subprocess
+import sys
 import threading
 from dataclasses import asdict
 
@@ -11,7 +14,7 @@ import pytest
 import torch
 
 from fw.launching.fate import fates
-from fw.launching.outcome import Failure
+from fw.launching.outcome import OUTCOME_DIR, Failure
 from fw.launching.peers import peer_error
 from fw.launching.stacks import main_stack, waits_for_others
 
@@ -69,6 +72,20 @@ def test_a_signal_without_a_word_is_a_cause_and_says_its_last_line(tmp_path):
     (tmp_path / "rank-1.log").write_text("[E] [Rank 1] Watchdog caught collective operation timeout: WorkNCCL(...)\n")
     leave(tmp_path, 0, 1.0, of_peer=False)
     assert fates(tmp_path, tmp_path, {0: 1, 1: -6}, {})[0].rank == 0, "NCCL's watchdog ends ranks that wait for another one"
+
+
+def test_where_native_code_ended_a_rank_is_said(tmp_path):
+    """A process that ends so in earnest, as a rank of fw's launcher."""
+    program = "from fw.launching import stacks\nimport os\n\ndef somewhere():\n    os.abort()\n\nstacks.answer_when_asked()\nsomewhere()\n"
+    file = tmp_path / "ends.py"
+    file.write_text(program)
+    done = subprocess.run([sys.executable, str(file)], env={**os.environ, "RANK": "1", OUTCOME_DIR: str(tmp_path)}, capture_output=True)
+    assert done.returncode == -6
+    (tmp_path / "rank-1.log").write_text("terminate called\n")
+    fate = fates(tmp_path, tmp_path, {1: -6}, {})[0]
+    assert fate.sentence == f'was killed by SIGABRT in "{file}", line 5 in somewhere'
+    assert fate.detail.splitlines()[:2] == ["terminate called", "stack of rank 1, innermost frame first:"]
+    assert [line.split(" in ")[-1] for line in fate.detail.splitlines()[2:4]] == ["somewhere", "<module>"]
 
 
 def test_only_who_is_outside_a_collective_hangs(tmp_path):

@@ -82,7 +82,9 @@ def _ended(directory: Path, logs: Path | None, rank: int, code: int) -> Fate:
         name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
         hint = " (which the kernel sends where host memory runs out)" if name == "SIGKILL" else ""
         blame = _BY_PEER if log and _NCCL_GAVE_UP.search(_text(log)) else _BY_ITSELF
-        return Fate(rank, blame, time.time(), code, f"was killed by {name}{hint}", f"{last}\n" if last and not hint else "", log)
+        where, stack = _place(rank, stacks.main_stack(text) if stacks.FATAL in text else [])
+        said = f"{last}\n" if last and not hint else ""
+        return Fate(rank, blame, time.time(), code, f"was killed by {name}{hint}{where}", said + stack, log)
     return Fate(rank, _BY_ITSELF, time.time(), code, f"ended with exit code {code}" + (f" after: {last}" if last else ""), "", log)
 
 
@@ -95,15 +97,21 @@ def _survivor(logs: Path | None, rank: int, text: str, nobody_else: bool) -> Fat
 
 
 def _hanging(rank: int, log: Path | None, text: str, code: int, waits: bool) -> Fate:
-    frames = stacks.main_stack(text)
-    where = " in" + frames[0].replace("  File ", " ", 1) if frames else ""
-    detail = f"stack of rank {rank}, innermost frame first:\n" + "\n".join(frames[:_SHOWN_FRAMES]) + "\n"
+    where, detail = _place(rank, stacks.main_stack(text))
     if log:
         with log.open("a") as file:
             file.write(f"--- stacks, written when this rank was found to hang\n{text}")
     if waits:
         return Fate(rank, _BY_PEER, time.time(), code, "waited in vain for another rank", detail, log)
     return Fate(rank, _HANGS, time.time(), code, f"hangs{where}", detail, log)
+
+
+def _place(rank: int, frames: list[str]) -> tuple[str, str]:
+    """Where a rank is, for its sentence, and its stack, for those who look into it; both empty where nothing is known."""
+    if not frames:
+        return "", ""
+    stack = f"stack of rank {rank}, innermost frame first:\n" + "\n".join(frames[:_SHOWN_FRAMES]) + "\n"
+    return " in" + frames[0].replace("  File ", " ", 1), stack
 
 
 def _text(file: Path) -> str:

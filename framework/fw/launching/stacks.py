@@ -19,6 +19,9 @@ ASK_SIGNAL = signal.SIGUSR2
 PATIENCE = 1.25
 """Times ``launch.timeout`` without a step after which a rank takes itself for hanging: later than its peers give up on it."""
 
+FATAL = "Fatal Python error"
+"""Begins what a rank writes that native code has ended: by SIGABRT, SIGSEGV, SIGBUS, SIGFPE or SIGILL."""
+
 _THREAD = re.compile(r"^(?:Current thread|Thread) (0x[0-9a-f]+).*\(most recent call first\):")
 _MAIN = "main thread "
 _open: list[TextIO] = []
@@ -30,7 +33,10 @@ def stack_file(directory: Path, rank: int | str) -> Path:
 
 
 def answer_when_asked() -> None:
-    """From now on, write the stacks of all threads on :data:`ASK_SIGNAL`: for fw's launcher into a file, else to stderr."""
+    """From now on, write the stacks of all threads on :data:`ASK_SIGNAL` and where native code ends the process.
+
+    For fw's launcher into a file, else to stderr.
+    """
     if launched_by_fw():
         file = stack_file(Path(os.environ[OUTCOME_DIR]), os.environ["RANK"]).open("a")
         file.write(f"{_MAIN}{threading.main_thread().ident:#x}\n")
@@ -39,6 +45,7 @@ def answer_when_asked() -> None:
         file = os.fdopen(os.dup(2), "w")
     _open[:] = [file]
     faulthandler.register(ASK_SIGNAL, file, all_threads=True)
+    faulthandler.enable(file, all_threads=True)
 
 
 class Watch:
