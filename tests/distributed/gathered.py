@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor
 
 from fw.assemble import assemble
 from fw.config import load
+from fw.launching.membership import leave
 from fw.recipe import current_world, resolve
-from fw.training.strategy import leave
 
 dist.init_process_group("gloo")
 recipe = resolve(load(sys.argv[1], sys.argv[2:]), current_world())

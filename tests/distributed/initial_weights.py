@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 
 from fw.assemble import assemble
 from fw.config import load
+from fw.launching.membership import leave
 from fw.recipe import World, current_world, resolve
-from fw.training.strategy import leave
 
 CPU = torch.device("cpu")
 VOCABULARY = 259  # does not divide evenly

@@ -16,9 +16,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fw.assemble import Assembly, assemble
 from fw.config import load
+from fw.launching.membership import leave
 from fw.meter.memory import malloc_in_use_bytes
 from fw.recipe import current_world, resolve
-from fw.training.strategy import leave
 
 
 def two_steps(overrides: list[str]) -> Assembly:

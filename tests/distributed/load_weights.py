@@ -18,8 +18,8 @@ from torch.distributed.device_mesh import init_device_mesh
 import fw
 from fw.assemble import assemble
 from fw.config import load
+from fw.launching.membership import leave
 from fw.recipe import current_world, resolve
-from fw.training.strategy import leave
 
 
 def resident() -> int:

@@ -13,8 +13,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from fw.assemble import Assembly, assemble
 from fw.config import load
+from fw.launching.membership import leave
 from fw.recipe import Recipe, current_world, resolve
-from fw.training.strategy import leave
 
 SHAPE = ["model.hidden_size=256", "model.intermediate_size=512", "model.num_hidden_layers=4"]
 BLOCKS = 4

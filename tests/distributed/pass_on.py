@@ -18,10 +18,10 @@ from fw.assemble import assemble
 from fw.checkpointing.ranks import GlooRanks, OneRank
 from fw.config import load
 from fw.kinds.checkpoint import Part, Snapshot, parts
+from fw.launching.membership import leave
 from fw.place import place
 from fw.recipe import current_world, resolve
-from fw.training import rank
-from fw.training.strategy import leave
+from fw.training.strategy import MeshStrategy
 
 STEP = 5
 
@@ -31,6 +31,7 @@ def write_again(name: str, overrides: list[str], source: str) -> None:
     world = current_world()
     recipe = resolve(load("tiny.yaml", overrides), world)
     shape = recipe.mesh_shape
+    MeshStrategy(world, shape, torch.device("cpu"), 60, 60).join()
     mesh = init_device_mesh("cpu", tuple(shape.values()), mesh_dim_names=tuple(shape)) if shape and dist.is_initialized() else None
     reader = recipe.checkpoint.open(place(source))
     made = assemble(recipe, 257, mesh, torch.device("cpu"), reader)
@@ -40,10 +41,10 @@ def write_again(name: str, overrides: list[str], source: str) -> None:
     ranks = GlooRanks(timedelta(seconds=60)) if world.size > 1 else OneRank()
     recipe.checkpoint.save(place(name), snapshot, ranks)
     made.stepper.close()
+    leave()
 
 
 def main() -> None:
-    rank.leave = lambda: None  # the process group stays for the next one
     asked = json.loads(sys.argv[1])
     for cell, overrides in asked["train"].items():
         words = [*overrides, f"train.run_dir={cell}", f"train.save_every={STEP}", f"train.max_steps={STEP}", "schedule.total_steps=40"]
@@ -54,7 +55,6 @@ def main() -> None:
             more = [f"train.run_dir={name}", f"train.max_steps={2 * STEP}", "train.save_every=0", f"resume={source}"]
             assert fw.train("tiny.yaml", *overrides, *more).exit_code == 0, name
             write_again(f"{name}/again", overrides, source)
-    leave()
 
 
 main()

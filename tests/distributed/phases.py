@@ -21,13 +21,13 @@ from fw.assemble import Assembly, assemble
 from fw.checkpointing.ranks import GlooRanks, OneRank
 from fw.checkpointing.staging import Stage
 from fw.config import load
+from fw.launching.membership import leave
 from fw.meter.account import History
 from fw.meter.allocations import allocations
 from fw.meter.step_memory import RULES
 from fw.place import place
 from fw.recipe import current_world, resolve
 from fw.training.snapshot import tensors
-from fw.training.strategy import leave
 
 CPU = torch.device("cpu")
 config, checkpoint, *overrides = sys.argv[1:]

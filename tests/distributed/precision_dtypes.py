@@ -16,8 +16,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fw.assemble import assemble
 from fw.config import load
+from fw.launching.membership import leave
 from fw.recipe import current_world, resolve
-from fw.training.strategy import leave
 
 if current_world().launched:
     dist.init_process_group("gloo")

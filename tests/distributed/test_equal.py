@@ -105,7 +105,7 @@ def test_parameters_gradients_and_optimizer_are_divided(workspace):
 import torch.distributed as dist
 from fw.config import load
 from fw.recipe import current_world, resolve
-from fw.training.strategy import leave
+from fw.launching.membership import leave
 from fw.assemble import assemble
 from torch.distributed.device_mesh import init_device_mesh
 import torch

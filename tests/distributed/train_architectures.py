@@ -19,10 +19,10 @@ from fw.checkpointing.ranks import GlooRanks
 from fw.config import load
 from fw.kinds.checkpoint import Part, Snapshot, parts
 from fw.kinds.data import IGNORED
+from fw.launching.membership import leave
 from fw.place import place
 from fw.pretrained.load import write_json
 from fw.recipe import Recipe, World, current_world, resolve
-from fw.training.strategy import leave
 
 STEPS = 3
 CPU = torch.device("cpu")

@@ -9,11 +9,7 @@ import json
 import sys
 
 import fw
-from fw.training import rank
-from fw.training.strategy import leave
 
-rank.leave = lambda: None  # the process group stays for the next one
 for overrides in json.loads(sys.argv[1]):
     done = fw.train("tiny.yaml", *overrides)
     assert done.exit_code == 0, (overrides, done)
-leave()

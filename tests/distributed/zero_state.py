@@ -17,9 +17,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fw.assemble import assemble
 from fw.config import load
+from fw.launching.membership import leave
 from fw.recipe import current_world, resolve
 from fw.recipe.world import World
-from fw.training.strategy import leave
 
 CPU = torch.device("cpu")
 SIZES = ["model.hidden_size=512", "model.num_attention_heads=8", "model.num_key_value_heads=8"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -10,11 +11,32 @@ import torch.distributed as dist
 from fw.errors import PeerError, UserError
 
 _store: dist.Store | None = None  # type: ignore[name-defined]
+"""Where they have met: kept for the life of the process, which is rank 0's the life of what holds it."""
+_counts: Counter[str] = Counter()
 
 
-def met() -> dist.Store | None:  # type: ignore[name-defined]
-    """The store in which ranks have met in this process; None where they have not."""
-    return _store
+def group_store(rank: int, world_size: int, timeout: timedelta) -> dist.Store:  # type: ignore[name-defined]
+    """What the next process group of this process meets in. Each has its own part of one store, as an earlier one leaves its addresses.
+
+    Raises:
+        UserError: the environment does not say where rank 0 is.
+        DistError: the others have not come within the time.
+    """
+    return _next("group", rank, world_size, timeout)
+
+
+def _next(what: str, rank: int, world_size: int, timeout: timedelta) -> dist.Store:  # type: ignore[name-defined]
+    """The next part of the store for ``what``, for which all ranks ask in the same order."""
+    global _store
+    check_address()
+    if _store is None:
+        _store = next(dist.rendezvous("env://", rank, world_size, timeout=timeout))[0]  # type: ignore[attr-defined]
+    _store.set_timeout(timeout)
+    _counts[what] += 1
+    # torchrun keeps the store of one host from attempt to attempt. That of several is new each time, and these do not count alike.
+    is_one_host = world_size <= int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if is_one_host else "0"
+    return dist.PrefixStore(f"fw-{what}-{attempt}-{_counts[what]}", _store)  # type: ignore[attr-defined]
 
 
 def check_address() -> None:
@@ -28,20 +50,14 @@ def check_address() -> None:
 
 
 def told(own: str | None, rank: int, world_size: int, timeout: timedelta) -> str:
-    """What rank 0 tells all: ``own`` there, None on the others. Nobody needs to be in a process group; the store of the first call is kept
-    for one.
+    """What rank 0 tells all: ``own`` there, None on the others. Nobody needs to be in a process group.
 
     Raises:
         UserError: the environment does not say where rank 0 is.
         PeerError: rank 0 has told nothing within the time.
     """
-    global _store
-    check_address()
     try:
-        if _store is None:
-            _store = next(dist.rendezvous("env://", rank, world_size, timeout=timeout))[0]  # type: ignore[attr-defined]
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # the store of torchrun outlives an attempt
-        said = dist.PrefixStore(f"fw-told-{attempt}", _store)  # type: ignore[attr-defined]
+        said = _next("told", rank, world_size, timeout)
         if own is not None:
             said.set("first", own)
             return own

@@ -14,12 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fw.assemble import Assembly, Built, build
 from fw.errors import RunError
 from fw.kinds.data import Rows
+from fw.launching.membership import join, leave
 from fw.meter.account import History, Recorder, Rules
 from fw.meter.devices import Device
 from fw.meter.step_memory import RULES, Recording, StepMemory, StepMeter
@@ -236,18 +236,11 @@ def as_rank(recipe: Recipe, rank: int) -> Iterator[DeviceMesh | None]:
         return
     if dist.is_initialized():
         raise RunError("a plan is made before ranks meet, and this process is in a process group")
-    dist.init_process_group("fake", rank=rank, world_size=recipe.world_size, store=FakeStore())
+    join("fake", rank=rank, world_size=recipe.world_size, store=FakeStore())
     try:
         yield init_device_mesh("cpu", tuple(recipe.mesh_shape.values()), mesh_dim_names=tuple(recipe.mesh_shape))
     finally:
-        dist.destroy_process_group()
-        _forget_sharding()  # it knows process groups by names, which another rank's are not
-
-
-def _forget_sharding() -> None:
-    DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
-    if (clear := getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None)) is not None:  # torch 2.10 and later
-        clear()
+        leave()
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from fw.config import to_yaml
 from fw.errors import EXIT_FAILED, EXIT_OK, EXIT_REQUEUE, FwError, RunError
 from fw.kinds.data import Corpus
 from fw.launching import outcome
+from fw.launching.membership import leave
 from fw.launching.network import use_interface
 from fw.launching.peers import peer_error
 from fw.launching.stacks import Watch, answer_when_asked
@@ -45,7 +46,7 @@ from fw.training.rng import seed_all
 from fw.training.same_run import begun_by_this_torchrun, check_same_run, held, note_starter
 from fw.training.saving import Saver
 from fw.training.stop import StopRequest
-from fw.training.strategy import MeshStrategy, leave
+from fw.training.strategy import MeshStrategy
 from fw.training.undisturbed import undisturbed
 
 Ending = tuple[int, dict[str, Any]]

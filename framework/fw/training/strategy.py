@@ -20,8 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from fw.checkpointing.ranks import GlooRanks, OneRank
 from fw.errors import PeerError
 from fw.kinds.checkpoint import Ranks
-from fw.launching.meeting import check_address, met
-from fw.launching.outcome import restarted_by_another
+from fw.launching.meeting import group_store
+from fw.launching.membership import join
 from fw.recipe import World
 
 joined = False
@@ -79,7 +79,7 @@ class MeshStrategy(ParallelStrategy):
             joined = True
             try:
                 store = self._store()
-                dist.init_process_group(backend, store=store, rank=self._world.rank, world_size=self._world.size, timeout=self._timeout)
+                join(backend, store=store, rank=self._world.rank, world_size=self._world.size, timeout=self._timeout)
             except dist.DistError as error:
                 where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
                 text = str(error).splitlines()[0]
@@ -87,17 +87,11 @@ class MeshStrategy(ParallelStrategy):
         if self._world.size > 1 and self.ranks.size == 1:
             self.ranks = GlooRanks(self._save_timeout)
 
-    def _store(self) -> dist.Store | None:  # type: ignore[name-defined]
-        """Where the ranks meet; None for what the environment says."""
-        if not self._world.launched:
-            return dist.HashStore()  # type: ignore[attr-defined]  # a world of one rank needs nobody to meet
-        check_address()
-        if restarted_by_another() and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and self._world.on_one_host:
-            # torchrun keeps the store from attempt to attempt, with the addresses of ranks that are gone. On several hosts attempts are
-            # not counted alike, and could not be told apart by their number.
-            kept = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=self._timeout)  # type: ignore[attr-defined]
-            return dist.PrefixStore(f"fw-attempt-{os.environ['TORCHELASTIC_RESTART_COUNT']}", kept)  # type: ignore[attr-defined]
-        return met()
+    def _store(self) -> dist.Store:  # type: ignore[name-defined]
+        """Where the ranks meet."""
+        if self._world.launched:
+            return group_store(self._world.rank, self._world.size, self._timeout)
+        return dist.HashStore()  # type: ignore[attr-defined]  # a world of one rank needs nobody to meet
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
@@ -157,9 +151,3 @@ class MeshStrategy(ParallelStrategy):
         assert self.accelerator is not None
         self.precision_plugin.teardown()
         self.accelerator.teardown()
-
-
-def leave() -> None:
-    """Leave the process group, if there is one; ranks that end without it sometimes die in their last moments."""
-    if dist.is_initialized():
-        dist.destroy_process_group()

@@ -38,7 +38,17 @@ def join(package: Any) -> None:
     """Let DeepSpeed use the process group that exists. Without one that it knows, it takes each rank for the only one."""
     # It would compile collectives in shared memory, in silence, that only its inference uses.
     package.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    forget()
     package.init_distributed(dist_backend=dist.get_backend(), dist_init_required=False, verbose=False)
+
+
+def forget() -> None:
+    """Let DeepSpeed know of no process group: those of an earlier run in this process are gone."""
+    from deepspeed.comm import comm
+    from deepspeed.utils import groups
+
+    groups._release_process_group_references()
+    comm.cdb = None
 
 
 def silent() -> contextlib.AbstractContextManager[object]:

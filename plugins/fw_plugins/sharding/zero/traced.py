@@ -18,11 +18,9 @@ def alone(device_type: str) -> Iterator[None]:
     """Within it other ranks say what this one does, nothing has to be compiled, and no file is written. Left, DeepSpeed knows of no process
     group."""
     engine.deepspeed(device_type)
-    from deepspeed.comm import comm
     from deepspeed.ops.adam import cpu_adam
     from deepspeed.runtime.swap_tensor import partitioned_optimizer_swapper, partitioned_param_swapper, pipelined_optimizer_swapper
     from deepspeed.runtime.zero import utils
-    from deepspeed.utils import groups
 
     with ExitStack() as changed:
         # It compares modules and parameters with those of rank 0: lists of numbers that were broadcast.
@@ -35,8 +33,7 @@ def alone(device_type: str) -> Iterator[None]:
         try:
             yield
         finally:
-            groups._release_process_group_references()
-            comm.cdb = None
+            engine.forget()
 
 
 def _sent(numbers: list[int]) -> list[int]:
