@@ -53,3 +53,43 @@ def desk_at(place: Path, cache: Path) -> Iterator[Path]:
         yield place
     finally:
         patch.undo()
+
+
+def furnish() -> None:
+    """Add what pages name beyond that: more runs, directories of models, people's own texts, questions and keys."""
+    one_step = ["train.max_steps=1", "train.val_every=0", "train.save_every=1", "train.sample_tokens=0"]
+    tuned = ["model={name: auto, path: runs/quickstart}", "data.tokenizer=tokenizer", "peft={name: lora, rank: 4, targets: [all-linear]}"]
+    fw.train("configs/quickstart.yaml", *one_step, *tuned, "train.run_dir=runs/poems")
+    fw.train("configs/quickstart.yaml", *one_step, "data.tokenizer=tokenizer", "train.ema_decay=0.9", "train.run_dir=runs/smooth")
+    run_fw("checkpoint", "export", "runs/quickstart", "--to", "in-16-bits", "--dtype", "bf16").ok()
+    for name in ("path/to/model", "my/model", "base", "MODEL", "DIRECTORY"):
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).symlink_to(Path("in-16-bits").resolve())
+    for name, run in {"runs/one": "first", "runs/other": "runs/quickstart"}.items():
+        Path(name).symlink_to(Path(run).resolve())
+    Path("docs").symlink_to(REPOSITORY / "docs")
+    for directory in ("notes", "my/notes", "nvme", "typed", "tasks"):
+        Path(directory).mkdir(parents=True)
+    for directory in ("notes", "my/notes"):
+        Path(directory, "one.md").write_text((REPOSITORY / "docs/concepts.md").read_text())
+    answer = {"role": "assistant", "content": "A test."}
+    chats = [{"messages": [{"role": "user", "content": f"What is {n}?"}, answer]} for n in range(200)]
+    Path("chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
+    Path("held_out.jsonl").write_text("".join(json.dumps({"text": f"This is {n}."}) + "\n" for n in range(20)))
+    Path("prompts.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in ("one", "two", "three")))
+    Path("keys.txt").write_text("sk-somebody\n")
+    Path("user.schema.json").write_text(json.dumps({"type": "object", "properties": {"is": {"enum": [1, 2]}}, "required": ["is"]}))
+    Path("run.yaml").write_text("extends: configs/quickstart.yaml\n")
+    Path("questions.jsonl").write_text(json.dumps({"question": "one and one", "choices": [" two", " three"], "answer": 0}) + "\n")
+    task = {
+        "task": "mine",
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(Path("questions.jsonl").resolve())}},
+        "test_split": "test",
+        "output_type": "multiple_choice",
+        "doc_to_text": "question",
+        "doc_to_target": "answer",
+        "doc_to_choice": "choices",
+        "metric_list": [{"metric": "acc"}],
+    }
+    Path("tasks/mine.yaml").write_text(json.dumps(task))

@@ -1,43 +1,17 @@
-"""The documentation: the site is built without a warning, and what pages tell to type works."""
+"""The documentation's site is built without a warning, and fetches nothing from elsewhere."""
 
 from __future__ import annotations
 
 import re
-import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from conftest import REPOSITORY, environment, fw as run_fw
-from desk import desk_at
+from conftest import REPOSITORY, environment
 
 DOCS = REPOSITORY / "docs"
-PAGES = ["concepts.md", "does-not-fit.md"]
-_BLOCK = re.compile(r"^ *```bash\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
-COMMANDS = [
-    (page, re.sub(r"\s+#\s.*$", "", line).strip())
-    for page in PAGES
-    for block in _BLOCK.findall((DOCS / page).read_text())
-    for line in block.replace("\\\n", " ").splitlines()
-    if line.strip()
-]
-
-
-@pytest.fixture(scope="module")
-def desk(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Iterator[Path]:
-    with desk_at(tmp_path_factory.mktemp("desk"), cache) as place:
-        yield place
-
-
-@pytest.mark.parametrize(("page", "command"), COMMANDS, ids=[command for _, command in COMMANDS])
-def test_what_pages_tell_to_type_works(desk: Path, monkeypatch: pytest.MonkeyPatch, page: str, command: str) -> None:
-    monkeypatch.chdir(desk)
-    program, *words = shlex.split(command)
-    assert program == "fw", f"{page}: {command}"
-    run_fw(*words).ok()
 
 
 def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from fw_plugins.sharding.zero.waiting import Waiting
 _STAMP = "fw-built"
 _OURS = "fw-lock"
 _LAST_LINES = 12
+_OF_FILES = ("pin_memory", "async_io")
 _HEADER = "#include <libaio.h>\nint main() { return 0; }\n"
 
 
@@ -37,12 +38,14 @@ def prepare(names: Sequence[str], say: Callable[[str], None], device_type: str) 
         RunError: the compiler failed; with its last lines.
     """
     for name in names:
+        if name in _OF_FILES:
+            _check_libaio()  # DeepSpeed looks for it whenever it loads what it has built
         directory = build_directory(name)
         with Waiting(say) as waiting, _alone(directory, waiting):
             locks.clear(directory, say, waiting)
             if (directory / _STAMP).is_file() and (directory / _STAMP).read_text() == _versions():
                 continue
-            _check_host(name)
+            _check_compiler(name)
             _compile(name, directory, device_type, say, waiting)
             (directory / _STAMP).write_text(_versions())
 
@@ -74,23 +77,30 @@ def _alone(directory: Path, waiting: Waiting) -> Iterator[None]:
         yield
 
 
-def _check_host(name: str) -> None:
-    """See that the compiler is there, and libaio's header for what uses it."""
+def _check_compiler(name: str) -> None:
     engine.find_ninja()
-    compiler = os.environ.get("CXX", "g++")
     try:
-        subprocess.run([compiler, "--version"], capture_output=True, check=True)
+        subprocess.run([_compiler(), "--version"], capture_output=True, check=True)
     except (OSError, subprocess.CalledProcessError):
-        raise UserError(f"offload: DeepSpeed's {name} has to be compiled, and {compiler} is not here; install it (Debian: g++)") from None
-    if name in ("pin_memory", "async_io"):
-        with tempfile.TemporaryDirectory() as scratch:
-            flags = [*os.environ.get("CFLAGS", "").split(), *os.environ.get("LDFLAGS", "").split()]
-            command = [compiler, "-x", "c++", "-", *flags, "-laio", "-o", f"{scratch}/out"]
-            if subprocess.run(command, input=_HEADER, capture_output=True, text=True).returncode:
-                raise UserError(
-                    "offload: nvme needs DeepSpeed's async_io, which cannot be compiled without libaio and its header;"
-                    " install them (Debian: libaio-dev), or offload to cpu"
-                )
+        raise UserError(
+            f"offload: DeepSpeed's {name} has to be compiled, and {_compiler()} is not here; install it (Debian: g++)"
+        ) from None
+
+
+def _check_libaio() -> None:
+    _check_compiler("async_io")
+    with tempfile.TemporaryDirectory() as scratch:
+        flags = [*os.environ.get("CFLAGS", "").split(), *os.environ.get("LDFLAGS", "").split()]
+        command = [_compiler(), "-x", "c++", "-", *flags, "-laio", "-o", f"{scratch}/out"]
+        if subprocess.run(command, input=_HEADER, capture_output=True, text=True).returncode:
+            raise UserError(
+                "offload: nvme needs DeepSpeed's async_io, which cannot be compiled without libaio and its header;"
+                " install them (Debian: libaio-dev), or offload to cpu"
+            )
+
+
+def _compiler() -> str:
+    return os.environ.get("CXX", "g++")
 
 
 def _compile(name: str, directory: Path, device_type: str, say: Callable[[str], None], waiting: Waiting) -> None:
