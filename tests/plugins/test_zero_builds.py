@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import threading
@@ -124,3 +125,12 @@ def test_a_missing_compiler_is_the_users_to_install(directory, monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(UserError, match="no-such-compiler is not here; install it"):
         ops.prepare(["cpu_adam"], print, "cpu")
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+def test_libaio_that_has_gone_since_its_user_was_built_is_the_users_to_install(directory, build, monkeypatch):
+    (ops.build_directory("async_io") / "fw-built").write_text(ops._versions())
+    monkeypatch.setenv("LDFLAGS", "-lthat-is-nowhere")
+    with pytest.raises(UserError, match=r"libaio and its header; install them \(Debian: libaio-dev\), or offload to cpu"):
+        ops.prepare(["async_io"], print, "cpu")
+    assert not build
