@@ -9,18 +9,27 @@ from pathlib import Path
 
 import pytest
 
+from browsed import findings, served
+from browser import CHROMIUM, Browser
 from conftest import REPOSITORY, environment
 
 DOCS = REPOSITORY / "docs"
 
 
-def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built, without a warning."""
     pytest.importorskip("mkdocs")
     pytest.importorskip("mkdocstrings")
-    words = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
+    site = tmp_path_factory.mktemp("docs") / "site"
+    words = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(site)]
     done = subprocess.run(words, cwd=REPOSITORY, env={**environment(), "NO_MKDOCS_2_WARNING": "1"}, capture_output=True, text=True)
-    assert done.returncode == 0 and "WARNING" not in done.stderr, done.stderr
-    site = tmp_path / "site"
+    assert done.returncode == 0, done.stderr
+    assert "WARNING" not in done.stderr, done.stderr
+    return site
+
+
+def test_it_holds_every_page_and_what_is_made_of_the_program(site: Path) -> None:
     for page, holds in {
         "reference/config/index.html": "gradient_clip_norm",
         "reference/plugins/index.html": "reshard_after_forward",
@@ -33,3 +42,13 @@ def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
         assert built.is_file(), page
         outside = re.findall(r"<(?:script|link)[^>]+(?:src|href)=.?https?://", built.read_text())
         assert not [found for found in outside if "canonical" not in found], f"{page.name} fetches from elsewhere"
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium")
+@pytest.mark.parametrize("width", [1280, 400])
+def test_nothing_is_wrong_with_its_pages_in_a_browser(site: Path, width: int) -> None:
+    pages = sorted(str(page.parent.relative_to(site)) for page in site.rglob("index.html"))
+    assert len(pages) > 25
+    with served(site) as url, Browser() as browser:
+        wrong = {page: found for page in pages if (found := findings(browser, f"{url}/{page}/".replace("/./", "/"), width))}
+    assert wrong == {}

@@ -47,7 +47,7 @@ h1 { font-size: 1.8rem; margin: 0; } h2 { font-size: 1.2rem; margin: 2.6rem 0 .6
 .card { background: var(--card); border-radius: 10px; padding: .8rem 1.1rem; flex: 1 1 9rem; }
 .card b { display: block; font-size: 1.45rem; line-height: 1.3; white-space: nowrap; }
 .card > span { color: var(--soft); font-size: .85rem; }
-.columns { display: flex; flex-wrap: wrap; gap: 0 3rem; align-items: flex-start; } .columns > div { flex: 1 1 24rem; }
+.columns { display: flex; flex-wrap: wrap; gap: 0 3rem; align-items: flex-start; } .columns > div { flex: 1 1 24rem; min-width: 0; }
 .wide { overflow-x: auto; } table { border-collapse: collapse; width: 100%; font-size: .95rem; }
 th, td { text-align: right; padding: .34rem .5rem; border-bottom: 1px solid var(--line); font-variant-numeric: tabular-nums;
   white-space: nowrap; }
