@@ -65,7 +65,7 @@ if TYPE_CHECKING:
         Places as Places,
         Stretch as Stretch,
     )
-    from fw.kinds.launcher import LauncherPlugin as LauncherPlugin, Prepare as Prepare
+    from fw.kinds.launcher import LauncherPlugin as LauncherPlugin, Prepare as Prepare, Submitted as Submitted
     from fw.kinds.logger import COLUMNS as COLUMNS, LoggerPlugin as LoggerPlugin
     from fw.kinds.model import (
         Adapters as Adapters,
@@ -150,7 +150,7 @@ _NAMES = {
     ),
     "fw.kinds.data": "IGNORED Corpus DataPlugin Rows Sample Samples Say VaryingSamples",
     "fw.kinds.kv_cache": "KVCache KVCachePlugin KVNeeds Places Stretch",
-    "fw.kinds.launcher": "LauncherPlugin Prepare",
+    "fw.kinds.launcher": "LauncherPlugin Prepare Submitted",
     "fw.kinds.logger": "COLUMNS LoggerPlugin",
     "fw.kinds.model": (
         "Adapters CausalLM Give HFTensor Head Init KVShape LinearHead ModelPlugin Quantized Readout Rescaling Width positions"

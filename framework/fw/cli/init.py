@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from pathlib import Path
 
@@ -12,7 +13,8 @@ EXAMPLES = """examples:
   fw init
   fw init --task qlora --model meta-llama/Llama-3.1-8B --device rtx4090 --data 'my/chats.jsonl' --to mine.yaml
   fw init --task pretrain --model llama3.1-8b --device h100-80gb --ranks 8 --length 8192
-  fw init --task serve --model runs/quickstart --device cpu --budget 2GiB"""
+  fw init --task serve --model runs/quickstart --device cpu --budget 2GiB
+  fw init --task lora --model runs/quickstart --device cpu --json"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,6 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", metavar="N", type=int, default=1, help="GPUs of one host that train (1)")
     parser.add_argument("--length", metavar="N", type=int, default=2048, help="tokens of a row (2048)")
     parser.add_argument("--to", metavar="FILE", type=Path, help="the file to write (TASK.yaml); it must not exist")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of the file's name: file, told, next")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -54,9 +57,13 @@ def run(options: argparse.Namespace) -> int:
         target.write_text(begun.text.replace("{}", str(target)))
     except OSError as error:
         raise UserError(f"--to: {target} cannot be written: {error.strerror}") from None
+    commands = [command.replace("{}", str(target)) for command in begun.commands]
+    if options.json:
+        print(json.dumps({"file": str(target), "told": begun.told, "next": commands}, indent=1))
+        return 0
     print(begun.told, file=sys.stderr)
     print(target)
-    print("\n".join(["next:", *(f"  {command.replace('{}', str(target))}" for command in begun.commands)]), file=sys.stderr)
+    print("\n".join(["next:", *(f"  {command}" for command in commands)]), file=sys.stderr)
     return 0
 
 

@@ -7,10 +7,12 @@ like launcher.time=2:00:00; 'fw plugins show launcher slurm' lists them.
 from __future__ import annotations
 
 import argparse
+import json
 
 EXAMPLES = """examples:
   fw launch slurm configs/quickstart.yaml launch.nodes=2 launch.devices=8 sharding=fsdp launcher.time=4:00:00 --dry-run
-  fw launch kubernetes configs/quickstart.yaml launch.devices=8 sharding=fsdp --image registry.example/fw:1 --dry-run"""
+  fw launch kubernetes configs/quickstart.yaml launch.devices=8 sharding=fsdp --image registry.example/fw:1 --dry-run
+  fw launch slurm configs/quickstart.yaml launch.devices=2 sharding=fsdp --json | jq -r .job"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,16 +22,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="values that win over the file's")
     parser.add_argument("--dry-run", action="store_true", help="print what would be submitted, and submit nothing")
     parser.add_argument("--image", metavar="IMAGE", help="container image with fw, the same as launcher.image=IMAGE")
+    parser.add_argument("--json", action="store_true", help="print JSON: launcher, job (null with --dry-run), said, run_dir, submission")
 
 
 def run(options: argparse.Namespace) -> int:
     """Print or submit."""
+    from fw.kinds.launcher import Submitted
     from fw.training.submit import prepare
 
     overrides = [*options.overrides, *([f"launcher.image={options.image}"] if options.image else [])]
     launcher, job, text = prepare(options.config, options.launcher, overrides)
-    if options.dry_run:
-        print(text, end="")
-        return 0
-    print(f"fw: {launcher.submit(job, text)}")
+    done = Submitted(None, "nothing was submitted") if options.dry_run else launcher.submit(job, text)
+    if options.json:
+        said = {"launcher": job.launcher, "job": done.job, "said": done.said, "run_dir": str(job.run_dir), "submission": text}
+        print(json.dumps(said, indent=1))
+    else:
+        print(text if options.dry_run else f"fw: {done.said}\n", end="")
     return 0

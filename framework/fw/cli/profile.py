@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 
-from fw.cli import pictures
+from fw.cli import pictures, stdout
 
 EXAMPLES = """examples:
   fw profile configs/quickstart.yaml
@@ -35,22 +31,8 @@ def run(options: argparse.Namespace) -> int:
     from fw.planning.ask import profile
 
     pictures.check(options)
-    with _stdout_aside():
+    with stdout.aside():
         found = profile(options.config, *options.overrides, steps=options.steps, timed=options.timed, trace=options.trace)
     pictures.write(options, found, "measured")
     print(json.dumps(found.as_json(), indent=1) if options.json else found)
     return 0
-
-
-@contextmanager
-def _stdout_aside() -> Iterator[None]:
-    """What the run prints, in this process and its ranks', goes to stderr: stdout is for the result."""
-    sys.stdout.flush()
-    kept = os.dup(1)
-    os.dup2(2, 1)
-    try:
-        yield
-    finally:
-        sys.stdout.flush()
-        os.dup2(kept, 1)
-        os.close(kept)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from fw.config import LaunchSection
 from fw.errors import UserError
@@ -16,6 +16,15 @@ if TYPE_CHECKING:
 Prepare = Callable[[int], Mapping[str, str]]
 """Called with the number of an attempt, from 0, on the first host only and before any of its ranks starts; what it returns is added to
 the environment of every rank of every host (``FW_LOG_DIR``, ``FW_RESUME_FROM``)."""
+
+
+class Submitted(NamedTuple):
+    """What became of a submission."""
+
+    job: str | None
+    """What the cluster calls it; None where nothing was submitted."""
+    said: str
+    """A line for the user."""
 
 
 class LauncherPlugin(Plugin):
@@ -50,8 +59,8 @@ class LauncherPlugin(Plugin):
         """
         raise UserError(f"launcher '{job.launcher}' has no cluster to submit to; 'fw train {job.config_file}' starts it right here")
 
-    def submit(self, job: Job, text: str) -> str:
-        """Submit ``text``; returns a line that says what became of it.
+    def submit(self, job: Job, text: str) -> Submitted:
+        """Submit ``text``.
 
         Raises:
             RunError: the cluster did not take it.

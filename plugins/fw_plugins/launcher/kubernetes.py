@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import yaml
 
-from fw.api import LauncherPlugin, LaunchSection, Prepare, RunError, UserError
+from fw.api import LauncherPlugin, LaunchSection, Prepare, RunError, Submitted, UserError
 from fw.api.launching import Job
 
 _CONFIG_DIR = "/etc/fw"
@@ -91,17 +91,18 @@ class KubernetesLauncher(LauncherPlugin):
         made = self._pytorchjob(name, job) if self.config.resource == "pytorchjob" else self._trainjob(name, job)
         return yaml.dump_all([config_map, made], Dumper=_Dumper, sort_keys=False, explicit_start=True, width=1000)
 
-    def submit(self, job: Job, text: str) -> str:
+    def submit(self, job: Job, text: str) -> Submitted:
         """Apply the manifest, or write it where there is no kubectl."""
         name = _name(self.config.job_name or job.name)
         if shutil.which("kubectl") is None:
             file = Path(f"{name}.kubernetes.yaml")
             file.write_text(text)
-            return f"there is no 'kubectl' on this machine; wrote {file}, to be applied with 'kubectl apply -f {file}'"
+            return Submitted(None, f"there is no 'kubectl' on this machine; wrote {file}, to be applied with 'kubectl apply -f {file}'")
         done = subprocess.run(["kubectl", "apply", "-f", "-"], input=text, capture_output=True, text=True)
         if done.returncode:
             raise RunError(f"kubectl did not take the job: {' '.join(done.stderr.split())}")
-        return f"{'; '.join(done.stdout.split(chr(10))).strip('; ')}; its state: kubectl get {self.config.resource} {name}"
+        said = "; ".join(done.stdout.splitlines()).strip("; ")
+        return Submitted(name, f"{said}; its state: kubectl get {self.config.resource} {name}")
 
     def _check(self, job: Job) -> None:
         config = self.config

@@ -10,7 +10,18 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from fw.api import EXIT_INTERRUPTED, EXIT_OK, EXIT_REQUEUE, EXIT_USER, LauncherPlugin, LaunchSection, Prepare, RunError, UserError
+from fw.api import (
+    EXIT_INTERRUPTED,
+    EXIT_OK,
+    EXIT_REQUEUE,
+    EXIT_USER,
+    LauncherPlugin,
+    LaunchSection,
+    Prepare,
+    RunError,
+    Submitted,
+    UserError,
+)
 from fw.api.launching import Job
 
 _TIME = re.compile(r"\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}|UNLIMITED")
@@ -80,7 +91,7 @@ class SlurmLauncher(LauncherPlugin):
         """The batch script."""
         return "\n".join(["#!/bin/bash", *(f"#SBATCH {option}" for option in self._options(job)), "", *self._body(job)]) + "\n"
 
-    def submit(self, job: Job, text: str) -> str:
+    def submit(self, job: Job, text: str) -> Submitted:
         """Hand the script to sbatch."""
         if shutil.which("sbatch") is None:
             raise UserError(
@@ -90,7 +101,7 @@ class SlurmLauncher(LauncherPlugin):
         if done.returncode:
             raise RunError(f"sbatch did not take the job: {' '.join(done.stderr.split()) or f'exit code {done.returncode}'}")
         number = done.stdout.strip().partition(";")[0]
-        return f"submitted job {number}; its output: slurm-{number}.out, that of its ranks: slurm-{number}/rank-*.log"
+        return Submitted(number, f"submitted job {number}; its output: slurm-{number}.out, that of its ranks: slurm-{number}/rank-*.log")
 
     def _options(self, job: Job) -> list[str]:
         config, launch = self.config, job.launch
