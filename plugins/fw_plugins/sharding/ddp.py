@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
@@ -97,7 +97,7 @@ class _DDPStepper(TorchStepper):
         )
         if policy.reduce != policy.parameters:
             # A lambda, since torch compares a hook's annotations with types and would find strings.
-            self._wrapped.register_comm_hook(policy.reduce, lambda dtype, bucket: _reduce_in(dtype, bucket))
+            self._wrapped.register_comm_hook(Averages(policy.reduce), lambda averages, bucket: averages.reduce(bucket))
 
     @property
     def module(self) -> nn.Module:
@@ -117,9 +117,45 @@ class _DDPStepper(TorchStepper):
         return nullcontext() if last or self._static_graph or self._gradients_on_host else self._wrapped.no_sync()
 
 
-def _reduce_in(dtype: torch.dtype, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    """Average a bucket in ``dtype``, then give it back in its own."""
-    buffer = bucket.buffer()
-    work = dist.all_reduce(buffer.to(dtype).div_(dist.get_world_size()), async_op=True)
-    assert work is not None
-    return work.get_future().then(lambda future: buffer.copy_(future.value()[0]))
+class Averages:
+    """Averages buckets in another dtype.
+
+    On the host one after another: the copy of a bucket is made when that of the one before is gone. gloo takes one collective after
+    another, so that a copy made earlier would only wait, and where ranks are not at one place all copies would be there at once.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self._under_way: Callable[[], None] | None = None
+
+    def reduce(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        """Average a bucket, then give it back in its own dtype."""
+        buffer = bucket.buffer()
+        if buffer.device.type != "cpu":
+            _, work = self._averaged(buffer)
+            return work.get_future().then(lambda future: buffer.copy_(future.value()[0]))
+        self._finish()
+        copy, work = self._averaged(buffer)
+        done: torch.futures.Future[Tensor] = torch.futures.Future()
+
+        def finish() -> None:
+            work.wait()
+            buffer.copy_(copy)
+            copy.untyped_storage().resize_(0)  # gloo's thread keeps the tensor for a moment
+            done.set_result(buffer)
+
+        self._under_way = finish
+        if bucket.is_last():  # backward has nothing left to do meanwhile
+            self._finish()
+        return done
+
+    def _averaged(self, buffer: Tensor) -> tuple[Tensor, dist.Work]:
+        copy = buffer.to(self._dtype).div_(dist.get_world_size())
+        work = dist.all_reduce(copy, async_op=True)
+        assert work is not None
+        return copy, work
+
+    def _finish(self) -> None:
+        finish, self._under_way = self._under_way, None
+        if finish is not None:
+            finish()
