@@ -33,8 +33,8 @@ def place(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Iterator[Pat
     try:
         Path("corpus.txt").write_text(corpus_text())
         Path("tiny.yaml").write_text(safe_dump(TINY, sort_keys=False))
-        for name in ("one", "two"):
-            fw.train("tiny.yaml", "train.max_steps=4", "train.val_every=2", f"optimizer.lr={len(name)}e-3", f"train.run_dir={name}")
+        for name, rate in {"one": "1e-3", "two": "3e-3"}.items():
+            fw.train("tiny.yaml", "train.max_steps=4", "train.val_every=2", f"optimizer.lr={rate}", f"train.run_dir={name}")
         run_fw("compare", "one", "two", "--html", "compare.html").ok()
         run_fw("plan", "tiny.yaml", "sharding=fsdp", "--world-size", "2", "--html", "plan.html").ok()
         run_fw("profile", "tiny.yaml", "--steps", "1", "--timed", "0", "--html", "profile.html").ok()
@@ -61,4 +61,6 @@ def test_what_is_wrong_is_found(tmp_path: Path, browser: Browser) -> None:
         "<html><body><div style='width: 3000px'>x</div><img src='gone.png'><svg width=0 height=0></svg>"
         "<script>fetch('http://127.0.0.1:9/'); console.error('no')</script></body></html>"
     )
-    assert set(findings(browser, bad.as_uri(), 800)) >= {"wide", "blank", "unseen", "untitled", "asked elsewhere", "console"}
+    found = findings(browser, bad.as_uri(), 800)
+    assert set(found) >= {"wide", "blank", "unseen", "untitled", "console"}
+    assert "http://127.0.0.1:9/" in found["asked elsewhere"]

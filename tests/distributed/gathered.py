@@ -12,17 +12,16 @@ import sys
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from fw.assemble import assemble
 from fw.config import load
-from fw.launching.membership import leave
+from fw.launching.membership import join, leave
 from fw.recipe import current_world, resolve
 
-dist.init_process_group("gloo")
+join("gloo")
 recipe = resolve(load(sys.argv[1], sys.argv[2:]), current_world())
 mesh = init_device_mesh("cpu", tuple(recipe.mesh_shape.values()), mesh_dim_names=tuple(recipe.mesh_shape))
 length = recipe.train.sequence_length

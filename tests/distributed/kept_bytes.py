@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fw.assemble import Assembly, assemble
 from fw.config import load
-from fw.launching.membership import leave
+from fw.launching.membership import join, leave
 from fw.meter.memory import malloc_in_use_bytes
 from fw.recipe import current_world, resolve
 
@@ -47,7 +47,7 @@ LARGE = [
     "model.num_attention_heads=8",
     "model.num_key_value_heads=8",
 ]
-dist.init_process_group("gloo")
+join("gloo")
 small = two_steps(sys.argv[2:])  # whatever the first use of anything loads and keeps
 before = malloc_in_use_bytes() or 0
 large = two_steps([*sys.argv[2:], *LARGE])

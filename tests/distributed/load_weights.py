@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import fw
 from fw.assemble import assemble
 from fw.config import load
-from fw.launching.membership import leave
+from fw.launching.membership import join, leave
 from fw.recipe import current_world, resolve
 
 
@@ -50,7 +50,7 @@ def main() -> None:
     )
     torch.zeros(8, 8) @ torch.zeros(8, 8)  # threads and their arenas are there
     if world.size > 1:
-        dist.init_process_group("gloo")
+        join("gloo")
         mesh = init_device_mesh("cpu", (world.size,), mesh_dim_names=("shard",))
         dist.barrier()
     peak = Peak()

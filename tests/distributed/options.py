@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from fw.assemble import Assembly, assemble
 from fw.config import load
-from fw.launching.membership import leave
+from fw.launching.membership import join, leave
 from fw.recipe import Recipe, current_world, resolve
 
 SHAPE = ["model.hidden_size=256", "model.intermediate_size=512", "model.num_hidden_layers=4"]
@@ -47,7 +47,7 @@ def calls_of(calls: dict[str, int], what: str) -> int:
     return sum(number for name, number in calls.items() if what in name.replace("_", ""))
 
 
-dist.init_process_group("gloo")
+join("gloo")
 made, plain, norms = run("ddp")
 reduces = calls_of(plain, "allreduce")
 assert any(p.grad.untyped_storage().nbytes() > p.grad.nbytes for p in made.model.parameters()), "gradients are views of buckets"

@@ -21,7 +21,7 @@ from fw.assemble import Assembly, assemble
 from fw.checkpointing.ranks import GlooRanks, OneRank
 from fw.checkpointing.staging import Stage
 from fw.config import load
-from fw.launching.membership import leave
+from fw.launching.membership import join, leave
 from fw.meter.account import History
 from fw.meter.allocations import allocations
 from fw.meter.step_memory import RULES
@@ -33,7 +33,7 @@ CPU = torch.device("cpu")
 config, checkpoint, *overrides = sys.argv[1:]
 several = int(os.environ.get("WORLD_SIZE", "1")) > 1
 if several:
-    dist.init_process_group("gloo")
+    join("gloo")
 recipe = resolve(load(config, overrides), current_world())
 mesh = init_device_mesh("cpu", tuple(recipe.mesh_shape.values()), mesh_dim_names=tuple(recipe.mesh_shape)) if several else None
 recipe.sharding.prepare(recipe.step_spec(CPU), lambda text: None)

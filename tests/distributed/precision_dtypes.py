@@ -16,11 +16,11 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fw.assemble import assemble
 from fw.config import load
-from fw.launching.membership import leave
+from fw.launching.membership import join, leave
 from fw.recipe import current_world, resolve
 
 if current_world().launched:
-    dist.init_process_group("gloo")
+    join("gloo")
 grads: set[torch.dtype] = set()
 register_optimizer_step_pre_hook(
     lambda optimizer, *_: grads.update(p.grad.dtype for group in optimizer.param_groups for p in group["params"] if p.grad is not None)

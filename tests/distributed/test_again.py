@@ -33,4 +33,5 @@ def test_each_run_meets_its_own_ranks_and_keeps_its_own_budget(workspace: Path, 
         return
     measured = [MemoryDocument.from_json(json.loads(Path(f"run{i}/memory.json").read_text())).largest for i in range(2)]
     assert measured[1].allocated_peak <= budgets[1] < measured[0].allocated_peak <= budgets[0]
-    assert len({Path(name, "config.yaml").read_text() for name in ("run0", "run1")}) == 2
+    chosen = [json.loads(Path(name, "fit.json").read_text()) for name in ("run0", "run1")]
+    assert chosen[0]["chosen"] != chosen[1]["chosen"]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from distributed.ranks import run_ranks
 
 
-def test_buckets_are_averaged_one_after_another() -> None:
-    run_ranks("averages.py", 2, None)
+@pytest.mark.parametrize("static_graph", [False, True])
+def test_buckets_are_averaged_one_after_another(static_graph: bool) -> None:
+    run_ranks("averages.py", 2, static_graph)

@@ -105,12 +105,12 @@ def test_parameters_gradients_and_optimizer_are_divided(workspace):
 import torch.distributed as dist
 from fw.config import load
 from fw.recipe import current_world, resolve
-from fw.launching.membership import leave
+from fw.launching.membership import join, leave
 from fw.assemble import assemble
 from torch.distributed.device_mesh import init_device_mesh
 import torch
 recipe = resolve(load("tiny.yaml", ["sharding=fsdp"]), current_world())
-dist.init_process_group("gloo")
+join("gloo")
 mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
 made = assemble(recipe, 258, mesh, torch.device("cpu"))
 made.stepper.backward(made.stepper.module(torch.zeros(1, 8, dtype=torch.int64)).sum())

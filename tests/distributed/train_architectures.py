@@ -19,7 +19,7 @@ from fw.checkpointing.ranks import GlooRanks
 from fw.config import load
 from fw.kinds.checkpoint import Part, Snapshot, parts
 from fw.kinds.data import IGNORED
-from fw.launching.membership import leave
+from fw.launching.membership import join, leave
 from fw.place import place
 from fw.pretrained.load import write_json
 from fw.recipe import Recipe, World, current_world, resolve
@@ -69,7 +69,7 @@ def check_equal(path: str, alone: list[float], together: list[float]) -> None:
 
 
 def main() -> None:
-    dist.init_process_group("gloo")
+    join("gloo")
     ranks = GlooRanks(timedelta(seconds=60))
     for path in sys.argv[1:]:
         name = "hf" if "hf-" in path else "auto"

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fw.assemble import assemble
 from fw.config import load
-from fw.launching.membership import leave
+from fw.launching.membership import join, leave
 from fw.recipe import current_world, resolve
 from fw.recipe.world import World
 
@@ -99,7 +99,7 @@ def disk(mesh, world) -> None:
 
 
 def main() -> None:
-    dist.init_process_group("gloo")
+    join("gloo")
     world = current_world()
     mesh = init_device_mesh("cpu", (world.size,), mesh_dim_names=("shard",))
     if sys.argv[1] == "memory":

@@ -115,3 +115,15 @@ def test_what_libraries_say_of_lost_peers_is_translated(error, says):
 
 def test_other_errors_are_left_as_they_are():
     assert peer_error(RuntimeError("shape mismatch: timed out"), 4) is None and peer_error(ValueError("gloo"), 4) is None
+
+
+def test_another_threads_end_is_not_the_main_threads(tmp_path):
+    program = "from fw.launching import stacks\nimport ctypes, threading\n\ndef waits():\n    thread.join()\n\n"
+    program += "stacks.answer_when_asked()\nthread = threading.Thread(target=ctypes.string_at, args=(0,))\nthread.start()\nwaits()\n"
+    file = tmp_path / "ends.py"
+    file.write_text(program)
+    done = subprocess.run([sys.executable, str(file)], env={**os.environ, "RANK": "1", OUTCOME_DIR: str(tmp_path)}, capture_output=True)
+    assert done.returncode == -11
+    fate = fates(tmp_path, None, {1: -11}, {})[0]
+    assert fate.sentence.startswith("was killed by SIGSEGV in another thread, while the main thread was in ")
+    assert str(file) in fate.detail

@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
+from fw.cli import stdout
 from fw.errors import UserError
 
 EXAMPLES = """examples:
@@ -52,7 +54,8 @@ def run(options: argparse.Namespace) -> int:
         raise UserError(f"--to: {target} exists already; give another file")
     if not target.parent.is_dir():
         raise UserError(f"--to: {target.parent} is not a directory")
-    begun = begin(Wanted(model, task, device, budget, tuple(data), options.ranks, options.length))
+    with stdout.aside() if options.json else nullcontext():
+        begun = begin(Wanted(model, task, device, budget, tuple(data), options.ranks, options.length))
     try:
         target.write_text(begun.text.replace("{}", str(target)))
     except OSError as error:

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import argparse
 import json
+from contextlib import nullcontext
+
+from fw.cli import stdout
 
 EXAMPLES = """examples:
   fw launch slurm configs/quickstart.yaml launch.nodes=2 launch.devices=8 sharding=fsdp launcher.time=4:00:00 --dry-run
@@ -22,7 +25,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="values that win over the file's")
     parser.add_argument("--dry-run", action="store_true", help="print what would be submitted, and submit nothing")
     parser.add_argument("--image", metavar="IMAGE", help="container image with fw, the same as launcher.image=IMAGE")
-    parser.add_argument("--json", action="store_true", help="print JSON: launcher, job (null with --dry-run), said, run_dir, submission")
+    parser.add_argument(
+        "--json", action="store_true", help="print JSON: launcher, job (null where nothing was submitted), said, run_dir, submission"
+    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -31,8 +36,9 @@ def run(options: argparse.Namespace) -> int:
     from fw.training.submit import prepare
 
     overrides = [*options.overrides, *([f"launcher.image={options.image}"] if options.image else [])]
-    launcher, job, text = prepare(options.config, options.launcher, overrides)
-    done = Submitted(None, "nothing was submitted") if options.dry_run else launcher.submit(job, text)
+    with stdout.aside() if options.json else nullcontext():
+        launcher, job, text = prepare(options.config, options.launcher, overrides)
+        done = Submitted(None, "nothing was submitted") if options.dry_run else launcher.submit(job, text)
     if options.json:
         said = {"launcher": job.launcher, "job": done.job, "said": done.said, "run_dir": str(job.run_dir), "submission": text}
         print(json.dumps(said, indent=1))

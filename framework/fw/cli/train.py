@@ -11,6 +11,7 @@ import json
 import os
 
 from fw.cli import stdout
+from fw.errors import EXIT_FAILED
 
 EXAMPLES = """examples:
   fw train configs/quickstart.yaml
@@ -24,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """A config and overrides."""
     parser.add_argument("config", help="a YAML file")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="values that win over the file's")
-    parser.add_argument("--json", action="store_true", help="print how it ended as JSON, and nothing else: exit_code, run_dir, summary")
+    parser.add_argument("--json", action="store_true", help="print exit_code, run_dir and summary as JSON, or nothing where it fails")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -35,6 +36,6 @@ def run(options: argparse.Namespace) -> int:
         return train(options.config, *options.overrides).exit_code
     with stdout.aside():
         done = train(options.config, *options.overrides)
-    if os.environ.get("RANK", "0") == "0":
+    if done.exit_code != EXIT_FAILED and os.environ.get("RANK", "0") == "0":
         print(json.dumps({"exit_code": done.exit_code, "run_dir": str(done.run_dir), "summary": done.summary}, indent=1))
     return done.exit_code

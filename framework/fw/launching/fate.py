@@ -83,6 +83,8 @@ def _ended(directory: Path, logs: Path | None, rank: int, code: int) -> Fate:
         hint = " (which the kernel sends where host memory runs out)" if name == "SIGKILL" else ""
         blame = _BY_PEER if log and _NCCL_GAVE_UP.search(_text(log)) else _BY_ITSELF
         where, stack = _place(rank, stacks.main_stack(text) if stacks.FATAL in text else [])
+        if where and not stacks.main_thread_ended(text):
+            where = f" in another thread, while the main thread was{where}"
         said = f"{last}\n" if last and not hint else ""
         return Fate(rank, blame, time.time(), code, f"was killed by {name}{hint}{where}", said + stack, log)
     return Fate(rank, _BY_ITSELF, time.time(), code, f"ended with exit code {code}" + (f" after: {last}" if last else ""), "", log)

@@ -12,7 +12,15 @@ from fw.errors import PeerError, UserError
 
 _store: dist.Store | None = None  # type: ignore[name-defined]
 """Where they have met: kept for the life of the process, which is rank 0's the life of what holds it."""
+_run = 0
 _counts: Counter[str] = Counter()
+
+
+def next_run() -> None:
+    """Another run begins in this process, as in all: what earlier ones met for is of no account, however far each rank came with them."""
+    global _run
+    _run += 1
+    _counts.clear()
 
 
 def group_store(rank: int, world_size: int, timeout: timedelta) -> dist.Store:  # type: ignore[name-defined]
@@ -33,10 +41,10 @@ def _next(what: str, rank: int, world_size: int, timeout: timedelta) -> dist.Sto
         _store = next(dist.rendezvous("env://", rank, world_size, timeout=timeout))[0]  # type: ignore[attr-defined]
     _store.set_timeout(timeout)
     _counts[what] += 1
-    # torchrun keeps the store of one host from attempt to attempt. That of several is new each time, and these do not count alike.
+    # torchrun keeps the store from attempt to attempt, and counts these alike on one host only (docs/launch.md).
     is_one_host = world_size <= int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if is_one_host else "0"
-    return dist.PrefixStore(f"fw-{what}-{attempt}-{_counts[what]}", _store)  # type: ignore[attr-defined]
+    return dist.PrefixStore(f"fw-{what}-{attempt}-{_run}-{_counts[what]}", _store)  # type: ignore[attr-defined]
 
 
 def check_address() -> None:

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-_hook_before: Any = None
-"""What told of uncaught errors before the process group was joined here; None where it was not."""
+_hooks: tuple[Any, Any] | None = None
+"""What told of uncaught errors before the process group was joined here, and since; None where it was not."""
 
 
 def join(backend: str, **how: Any) -> None:
@@ -19,20 +19,31 @@ def join(backend: str, **how: Any) -> None:
     Raises:
         DistError: the others have not come within the time.
     """
-    global _hook_before
+    global _hooks
     before = sys.excepthook
-    dist.init_process_group(backend, **how)
-    _hook_before = before
+    try:
+        dist.init_process_group(backend, **how)
+    finally:
+        if dist.is_initialized():  # also where what comes after that fails
+            _hooks = before, sys.excepthook
 
 
 def leave() -> None:
     """Leave the process group, if it was joined here; ranks that end without it sometimes die in their last moments."""
-    global _hook_before
-    if _hook_before is None or not dist.is_initialized():
+    global _hooks
+    if _hooks is None or not dist.is_initialized():
         return
-    dist.destroy_process_group()
-    sys.excepthook, _hook_before = _hook_before, None  # joining puts one before it that names the rank
-    # What DTensor remembers of shardings knows groups by their names, which are given anew from the next one on.
+    (before, since), _hooks = _hooks, None
+    try:
+        dist.destroy_process_group()
+    finally:
+        if sys.excepthook is since:  # joining puts one before it that names the rank
+            sys.excepthook = before
+        _forget_shardings()
+
+
+def _forget_shardings() -> None:
+    """What DTensor remembers of them knows groups by their names, which are given anew from the next one on."""
     DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
     if (clear := getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None)) is not None:  # torch 2.10 and later
         clear()

@@ -22,7 +22,7 @@ PATIENCE = 1.25
 FATAL = "Fatal Python error"
 """Begins what a rank writes that native code has ended: by SIGABRT, SIGSEGV, SIGBUS, SIGFPE or SIGILL."""
 
-_THREAD = re.compile(r"^(?:Current thread|Thread) (0x[0-9a-f]+).*\(most recent call first\):")
+_THREAD = re.compile(r"^(Current thread|Thread) (0x[0-9a-f]+).*\(most recent call first\):")
 _MAIN = "main thread "
 _open: list[TextIO] = []
 
@@ -45,7 +45,8 @@ def answer_when_asked() -> None:
         file = os.fdopen(os.dup(2), "w")
     _open[:] = [file]
     faulthandler.register(ASK_SIGNAL, file, all_threads=True)
-    faulthandler.enable(file, all_threads=True)
+    if launched_by_fw() or not faulthandler.is_enabled():  # a program that trains may have chosen another file
+        faulthandler.enable(file, all_threads=True)
 
 
 class Watch:
@@ -80,13 +81,20 @@ def main_stack(text: str) -> list[str]:
     ours = False
     for line in text.splitlines():
         if thread := _THREAD.match(line):
-            ours = int(thread[1], 16) == main
+            ours = int(thread[2], 16) == main
             found = [] if ours else found
         elif ours and line.startswith("  "):
             found.append(line)
         else:
             ours = False
     return found
+
+
+def main_thread_ended(text: str) -> bool:
+    """Whether it was the main thread in which native code ended a process that left this."""
+    main = next((int(line.removeprefix(_MAIN), 16) for line in text.splitlines() if line.startswith(_MAIN)), None)
+    fatal = text[text.rfind(FATAL) :].splitlines()
+    return any(int(thread[2], 16) == main for line in fatal if (thread := _THREAD.match(line)) and thread[1].startswith("Current"))
 
 
 def waits_for_others(frames: list[str]) -> bool:

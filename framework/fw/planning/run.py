@@ -13,9 +13,9 @@ import torch.distributed as dist
 
 from fw import config as configuration
 from fw.config import Config, overridden
-from fw.errors import EXIT_FAILED, FwError, PeerError, RunError, UserError
+from fw.errors import EXIT_FAILED, FwError, PeerError, UserError
 from fw.launching import outcome
-from fw.launching.meeting import told
+from fw.launching.meeting import next_run, told
 from fw.meter.memory import forget_peak
 from fw.planning.fitted import Fitted, fit_config, startable
 from fw.planning.plan import device_of, plan_recipe
@@ -45,6 +45,7 @@ def train(config: str | Path | Config, *overrides: str, compares: bool = True) -
         UserError: the config is wrong, or nothing fits.
         RunError: the run failed.
     """
+    next_run()
     loaded = config if isinstance(config, Config) else configuration.load(config, overrides)
     if not _searches(loaded):
         return _run(loaded, _planned(loaded) if compares else {})
@@ -132,8 +133,8 @@ def _decided(config: Config, world: World) -> tuple[list[str], dict[str, str]]:
         return answer["chosen"], {}
     try:
         chosen, files = _decide(config)
-    except (UserError, RunError) as error:
-        told(json.dumps({"error": str(error)}), 0, world.size, _TIMEOUT)
+    except Exception as error:
+        told(json.dumps({"error": outcome.describe(error)}), 0, world.size, _TIMEOUT)
         raise
     told(json.dumps({"chosen": chosen}), 0, world.size, _TIMEOUT)
     return chosen, files

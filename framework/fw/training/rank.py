@@ -81,8 +81,8 @@ def _train_rank(recipe: Recipe, world: World, files: Mapping[str, str]) -> Endin
             note(recipe, device)
     timeout = recipe.launch.timeout
     strategy = MeshStrategy(world, recipe.mesh_shape, device, timeout, recipe.checkpoint.config.timeout or timeout)
-    strategy.join()
     try:
+        strategy.join()
         check_same_run(recipe, strategy.ranks)
         holds = world.is_first and not outcome.launched_by_fw()  # else the launching process does
         with held(recipe.run_dir) if holds else nullcontext(), deterministic(recipe.train.deterministic, device):

@@ -97,7 +97,8 @@ class _DDPStepper(TorchStepper):
         )
         if policy.reduce != policy.parameters:
             # A lambda, since torch compares a hook's annotations with types and would find strings.
-            self._wrapped.register_comm_hook(Averages(policy.reduce), lambda averages, bucket: averages.reduce(bucket))
+            averages = Averages(policy.reduce, spec.device_type == "cpu", config.static_graph)
+            self._wrapped.register_comm_hook(averages, lambda state, bucket: state.reduce(bucket))
 
     @property
     def module(self) -> nn.Module:
@@ -120,18 +121,22 @@ class _DDPStepper(TorchStepper):
 class Averages:
     """Averages buckets in another dtype.
 
-    On the host one after another: the copy of a bucket is made when that of the one before is gone. gloo takes one collective after
-    another, so that a copy made earlier would only wait, and where ranks are not at one place all copies would be there at once.
+    On the host one after another: the copy of a bucket is made when that of the one before is gone. Backward waits for that, where it
+    would be ahead; else all copies would be there at once wherever ranks are not at one place.
+
+    Args:
+        on_host: as gloo does, on the host.
+        one_call: whether the reducer calls for all buckets one after another, of which none says that it is the last (a static graph).
     """
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        self._dtype = dtype
+    def __init__(self, dtype: torch.dtype, on_host: bool, one_call: bool = False) -> None:
+        self._dtype, self._on_host, self._one_call = dtype, on_host, one_call
         self._under_way: Callable[[], None] | None = None
 
     def reduce(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """Average a bucket, then give it back in its own dtype."""
         buffer = bucket.buffer()
-        if buffer.device.type != "cpu":
+        if not self._on_host:
             _, work = self._averaged(buffer)
             return work.get_future().then(lambda future: buffer.copy_(future.value()[0]))
         self._finish()
@@ -141,11 +146,12 @@ class Averages:
         def finish() -> None:
             work.wait()
             buffer.copy_(copy)
-            copy.untyped_storage().resize_(0)  # gloo's thread keeps the tensor for a moment
+            if copy is not buffer:
+                copy.untyped_storage().resize_(0)  # gloo's thread keeps the tensor for a moment
             done.set_result(buffer)
 
         self._under_way = finish
-        if bucket.is_last():  # backward has nothing left to do meanwhile
+        if self._one_call or bucket.is_last():  # backward has nothing left to do meanwhile
             self._finish()
         return done
 

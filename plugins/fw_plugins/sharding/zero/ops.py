@@ -39,7 +39,7 @@ def prepare(names: Sequence[str], say: Callable[[str], None], device_type: str) 
     """
     for name in names:
         if name in _OF_FILES:
-            _check_libaio()  # DeepSpeed looks for it whenever it loads what it has built
+            _check_libaio(name)  # DeepSpeed looks for it, with the compiler, whenever it loads what it has built
         directory = build_directory(name)
         with Waiting(say) as waiting, _alone(directory, waiting):
             locks.clear(directory, say, waiting)
@@ -87,8 +87,8 @@ def _check_compiler(name: str) -> None:
         ) from None
 
 
-def _check_libaio() -> None:
-    _check_compiler("async_io")
+def _check_libaio(name: str) -> None:
+    _check_compiler(name)
     with tempfile.TemporaryDirectory() as scratch:
         flags = [*os.environ.get("CFLAGS", "").split(), *os.environ.get("LDFLAGS", "").split()]
         command = [_compiler(), "-x", "c++", "-", *flags, "-laio", "-o", f"{scratch}/out"]
