@@ -44,7 +44,7 @@ for step in range(3):
     for each in (wrapped, alone):
         each.zero_grad()
         each(x_BD).float().pow(2).sum().backward()
-    assert len(copies) > (3 if step else 0), "torch divides gradients anew after the first step"
+    assert len(copies) > (3 if step == 2 else 0), "torch divides gradients anew after the first steps"
     assert not any(copy.nbytes() for copy in copies)
     copies.clear()
     for averaged, own in zip(model.parameters(), alone.parameters(), strict=True):
