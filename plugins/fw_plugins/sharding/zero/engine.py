@@ -43,12 +43,20 @@ def join(package: Any) -> None:
 
 
 def forget() -> None:
-    """Let DeepSpeed know of no process group: those of an earlier run in this process are gone."""
+    """Let DeepSpeed know of no process group, and number parameters and modules from 0: an earlier run in this process is over.
+
+    Ranks compare those numbers, and only the first has planned in between.
+    """
     from deepspeed.comm import comm
+    from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+    from deepspeed.runtime.zero.partition_parameters import Init
     from deepspeed.utils import groups
 
     groups._release_process_group_references()
     comm.cdb = None
+    Init.param_id = 0
+    for count in DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__ or ():
+        count[0] = 0
 
 
 def silent() -> contextlib.AbstractContextManager[object]:
