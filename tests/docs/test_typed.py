@@ -11,6 +11,9 @@ from desk import desk_at, furnish
 from docs.typed import ELSEWHERE, PAGES, Typed, lines_of, type_at
 
 OTHERS = [page for page in PAGES if page not in ("docs/features.md", "docs/plugins.md")]
+TYPED = {*ELSEWHERE, *(typed.line for typed in lines_of("docs/features.md"))}
+LINES = list({typed.line: typed for typed in lines_of(*OTHERS) if typed.line not in TYPED}.values())
+"""Each once, on whatever page it stands."""
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +23,7 @@ def desk(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Iterator[Path
         yield place
 
 
-@pytest.mark.parametrize("typed", [line for line in lines_of(*OTHERS) if line.line not in ELSEWHERE], ids=str)
+@pytest.mark.parametrize("typed", LINES, ids=str)
 def test_what_the_page_tells_to_type_works(desk: Path, monkeypatch: pytest.MonkeyPatch, typed: Typed) -> None:
     monkeypatch.chdir(desk)
     type_at(desk, typed)
