@@ -6,13 +6,11 @@ import sys
 import tempfile
 from pathlib import Path
 
+from browser import CHROMIUM, Browser
+from conftest import fw
+from serving import serving
+
 ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "tests"))
-
-from browser import CHROMIUM, Browser  # noqa: E402
-from conftest import fw  # noqa: E402
-from serving import serving  # noqa: E402
-
 _IDLE = "document.getElementById('conversation').getAttribute('aria-busy') === 'false'"
 
 _PLANNED = "[...document.querySelectorAll('#memory tbody td:nth-child(2)')].some(each => each.textContent !== '–')"
