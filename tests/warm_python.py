@@ -37,7 +37,10 @@ _IMPORTED = [
     "torch.distributed.tensor.parallel",
     "pytorch_lightning",
     "tokenizers",
+    "fw.cli",
     "fw.inference.rank",
+    "fw.planning.ask",
+    "fw.planning.run",
     "fw.training.rank",
     "fw_plugins.checkpoint.safetensors",
     "fw_plugins.data.text",
@@ -226,6 +229,14 @@ def _serve(connection: socket.socket) -> dict[str, Any]:
             os.close(fd)
 
 
+def _import_deepspeed() -> None:
+    """As the plugin does; what it sets in the environment is not the child's, which gets its own."""
+    from fw_plugins.sharding.zero.engine import deepspeed
+
+    deepspeed("cpu")
+    importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")  # else with an engine; by a decorator it imports torch._inductor
+
+
 def _become(asked: dict[str, Any]) -> None:
     """Run what is asked, as the interpreter would."""
     import random
@@ -320,6 +331,7 @@ if __name__ == "__main__":
     _be_server()
     for name in _IMPORTED:
         importlib.import_module(name)
+    _import_deepspeed()
     import gc
 
     gc.collect()

@@ -102,7 +102,10 @@ def _collective(backend: str, ranks: int) -> Finding:
 
 
 def _last_words(rank: int, code: int, said: str) -> str:
-    return said.strip().splitlines()[-1] if said.strip() else f"rank {rank} ended with {f'signal {-code}' if code < 0 else f'code {code}'}"
+    """A rank that a signal ends has not said so itself: what it wrote last may be a stack."""
+    if code < 0:
+        return f"rank {rank} ended with signal {-code}"
+    return said.strip().splitlines()[-1] if said.strip() else f"rank {rank} ended with code {code}"
 
 
 def _failed(backend: str, ranks: int, why: str) -> Finding:

@@ -16,6 +16,7 @@ import subprocess
 import sys
 from contextlib import suppress
 from datetime import datetime, timezone
+from email import message_from_string
 from pathlib import Path
 from typing import Any
 
@@ -194,8 +195,16 @@ def _git_bytes(directory: Path, *words: str) -> bytes | None:
 
 def packages() -> dict[str, str]:
     """Versions of all that is installed, by name."""
-    every = {str(each.metadata["Name"]): each.version for each in importlib.metadata.distributions() if each.metadata["Name"]}
+    every = dict(_name_and_version(each) for each in importlib.metadata.distributions())
+    every.pop("", None)
     return dict(sorted(every.items(), key=lambda item: item[0].lower()))
+
+
+def _name_and_version(installed: importlib.metadata.Distribution) -> tuple[str, str]:
+    """Of its headers only: what follows is the package's README."""
+    headers = (installed.read_text("METADATA") or installed.read_text("PKG-INFO") or "").partition("\n\n")[0]
+    said = message_from_string(headers)
+    return str(said.get("Name", "")), str(said.get("Version", ""))
 
 
 def host() -> dict[str, Any]:

@@ -8,7 +8,9 @@ import io
 import logging
 import os
 import shutil
+import sys
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,7 @@ def deepspeed(device_type: str) -> Any:
     if device_type == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     find_ninja()
-    with silent(), warnings.catch_warnings():
+    with silent(), warnings.catch_warnings(), _hidden("mlflow"):  # its autotuner, which fw has no use for, would take seconds to import it
         warnings.simplefilter("ignore")
         package = importlib.import_module("deepspeed")
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
@@ -32,6 +34,16 @@ def deepspeed(device_type: str) -> Any:
     warnings.filterwarnings("ignore", message=r"`torch\.distributed\..*` is deprecated", category=FutureWarning)
     warnings.filterwarnings("ignore", module=r"deepspeed\.")
     return package
+
+
+@contextlib.contextmanager
+def _hidden(name: str) -> Iterator[None]:
+    """Inside, ``import name`` fails as where it is not installed; unless it is imported already."""
+    with contextlib.ExitStack() as stack:
+        if name not in sys.modules:
+            sys.modules[name] = None  # type: ignore[assignment]
+            stack.callback(sys.modules.pop, name)
+        yield
 
 
 def join(package: Any) -> None:
