@@ -50,7 +50,7 @@ _IMPORTED = [
     "fw_plugins.optimizer.adamw",
     "fw_plugins.sharding.fsdp",
 ]
-_READ_WHILE_LOADING = ("DS_", "GLIBC_", "GOMP_", "KMP_", "LD_", "MALLOC_", "MKL_", "OMP_", "PYTHON", "TORCH_")
+_READ_WHILE_LOADING = ("DS_", "GLIBC_", "GOMP_", "HF_", "KMP_", "LD_", "MALLOC_", "MKL_", "OMP_", "PYTHON", "TORCH_")
 _READ_LATER = {"OMP_NUM_THREADS", "PYTHONPATH", "PYTHONUNBUFFERED", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "TORCH_NCCL_ASYNC_ERROR_HANDLING"}
 _MODULES = {"fw", "torch.distributed.run"}  # what runs by `python -m`
 _SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 from pathlib import Path
 
@@ -49,6 +50,10 @@ def _download(name: str) -> Path:
         raise UserError(f"{name}: no such directory; to take it from the hub, pip install huggingface_hub")
     import huggingface_hub
 
+    if not os.isatty(2):
+        from huggingface_hub.utils.tqdm import disable_progress_bars
+
+        disable_progress_bars()
     repository, _, revision = name.partition("@")
     try:
         return Path(huggingface_hub.snapshot_download(repository, revision=revision or None, allow_patterns=list(_WANTED)))

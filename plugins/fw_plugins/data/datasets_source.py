@@ -60,12 +60,14 @@ class DatasetRecords:
 
     def _asked(self) -> str:
         from huggingface_hub import HfApi
-        from huggingface_hub.errors import HFValidationError, OfflineModeIsEnabled, RepositoryNotFoundError
+        from huggingface_hub.errors import HFValidationError, OfflineModeIsEnabled, RepositoryNotFoundError, RevisionNotFoundError
 
         if _COMMIT.fullmatch(self._revision):
             return self._revision
         try:
             return str(HfApi().dataset_info(self._dataset, revision=self._revision or None).sha)
+        except RevisionNotFoundError:
+            raise UserError(f"data.revision: {self._dataset} has no '{self._revision}' on the hub") from None
         except (RepositoryNotFoundError, HFValidationError):
             raise UserError(
                 f"data.dataset: {self._dataset} is neither a directory nor a dataset of the hub that can be seen from here"
@@ -99,10 +101,23 @@ class DatasetRecords:
                 return found.to_iterable_dataset() if self._streaming else found
             where = self._dataset if directory is None else str(directory)
             revision = {} if directory is not None else {"revision": self._commit() or None}
-            return datasets.load_dataset(where, self._subset or None, split=self._split, streaming=self._streaming, **revision)
+            found = datasets.load_dataset(where, self._subset or None, split=self._split, streaming=self._streaming, **revision)
         except (ValueError, OSError, datasets.exceptions.DatasetsError) as error:
             said = " ".join(str(error).split())
             raise UserError(f"data.dataset: {self._dataset} cannot be opened: {said[:300]}") from None
+        self._of_the_commit(found)
+        return found
+
+    def _of_the_commit(self, found: Any) -> None:
+        """Where the hub cannot be asked, `datasets` takes the newest of its cache, whatever the revision."""
+        wanted = self._commit() if self._directory is None else ""
+        files = (Path(each["filename"]) for each in getattr(found, "cache_files", []))
+        taken = {part for file in files for part in file.parts if _COMMIT.fullmatch(part)}
+        if _COMMIT.fullmatch(wanted) and taken and wanted not in taken:
+            raise UserError(
+                f"data.revision: of {self._dataset} the newest in the cache is {', '.join(sorted(taken))}, and without the hub there is no"
+                f" other to be had than that; {wanted} was asked for"
+            )
 
     def _saved(self, found: Any) -> Any:
         """The split of what `save_to_disk` wrote."""
