@@ -23,7 +23,7 @@ ROOT = Path(__file__).parent.parent
 LIMIT = 15 * 60
 """Seconds for all but installing."""
 BLOCK = re.compile(r"^```(bash|python)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-_HEALTH = "http://127.0.0.1:8000/health"
+_READY = "http://127.0.0.1:8000/ready"
 
 
 class Newcomer:
@@ -74,7 +74,7 @@ class Newcomer:
         self._server = subprocess.Popen(["bash", "-c", f"exec {command}"], cwd=self.place, env=self._environment)
         while self._server.poll() is None:
             try:
-                with urllib.request.urlopen(_HEALTH, timeout=5):
+                with urllib.request.urlopen(_READY, timeout=5):
                     return
             except (urllib.error.URLError, OSError):
                 time.sleep(0.2)

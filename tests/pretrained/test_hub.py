@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import tokens
-from conftest import environment, fw, summary
+from conftest import column, environment, fw, summary
 from hub import Hub, hub_at
 from models.architectures import VOCABULARY, save
 
@@ -61,13 +61,7 @@ def test_a_model_of_the_hub_learns_from_data_of_the_hub_and_goes_on(hub: Hub, st
     here = {"model.path": "hub/models/acme/tiny", "data.dataset": "hub/datasets/acme/sums", "data.tokenizer": "hub/models/acme/tiny"}
     Path("hub/models/acme/tiny/pytorch_model.bin").unlink()
     run(hub, "train", "tuning.yaml", *(f"{key}={value}" for key, value in here.items()), "train.run_dir=here").ok()
-    assert losses("run") == losses("here")
-
-
-def losses(run_dir: str) -> list[str]:
-    lines = (Path(run_dir) / "metrics.csv").read_text().splitlines()
-    column = lines[0].split(",").index("loss")
-    return [line.split(",")[column] for line in lines[1:]]
+    assert column("run", "loss") == column("here", "loss")
 
 
 def test_what_was_pushed_since_is_another_dataset(hub: Hub) -> None:

@@ -7,11 +7,15 @@ import os
 import signal
 from contextlib import closing, suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import pytest
 
 from conftest import fw as run_fw
+from fw.server.api import Api
+from fw.server.engines import Engines
+from fw.server.errors import ApiError
 from serving import KEY, Server, serving, until
 
 BUSY = {"max_tokens": 1900, "temperature": 0, "ignore_eos": True}
@@ -99,6 +103,19 @@ def test_nothing_is_answered_before_the_model_is_there(directory):
         assert found.status_code in (200, 503) and (found.status_code == 200 or found.headers["retry-after"])
         until(lambda: client.get("/ready").status_code == 200)
         assert client.post("/v1/completions", json={"prompt": "x", "max_tokens": 1}).status_code == 200
+
+
+def test_an_adapter_is_not_missing_while_the_model_is_loaded():
+    """Nobody knows of it yet: a client is to ask again, not to give up."""
+    engines = Engines(SimpleNamespace(name="tiny"), SimpleNamespace(begin=0.0, children=[]))
+    api = Api(SimpleNamespace(name="tiny"), engines)
+    with pytest.raises(ApiError, match="is being loaded") as found:
+        api.adapter("mine")
+    assert found.value.status == 503 and found.value.retry_after
+    engines.condition, engines._engines, engines.tokenizer = "ready", [SimpleNamespace(loaded=object())], object()
+    with pytest.raises(ApiError, match="'mine' does not exist; there are: tiny") as found:
+        api.adapter("mine")
+    assert found.value.status == 404
 
 
 def test_a_full_queue_refuses_at_once(small):

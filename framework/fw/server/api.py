@@ -87,13 +87,14 @@ class Api:
         """The adapter that a request asks for as its model; None for the model itself.
 
         Raises:
-            ApiError: there is none of this name.
+            ApiError: there is none of this name, or none can be known.
         """
         note(model=name)
         if name is None or name == self.settings.name:
             return None
         if name in self.adapters:
             return name
+        self.engines.check_open()  # while it loads, nobody knows its adapters
         there = ", ".join([self.settings.name, *self.adapters])
         raise not_found(f"The model '{name}' does not exist; there are: {there}", "model", "model_not_found")
 
