@@ -27,7 +27,8 @@ BASE = {
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
 def test_resolves(config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    for base in ("runs/quickstart", "runs/quickstart/checkpoints/latest", "shallow"):  # what configs begin from that fine-tune
+    of_the_hub = ("meta-llama/Llama-3.1-8B-Instruct", "meta-llama/Llama-3.1-70B-Instruct", "Qwen/Qwen3-0.6B")  # a directory goes first
+    for base in ("runs/quickstart", "runs/quickstart/checkpoints/latest", "shallow", *of_the_hub):  # what configs begin from that fine-tune
         (tmp_path / base).mkdir(parents=True, exist_ok=True)
         (tmp_path / base / "config.json").write_text(json.dumps(BASE))
     monkeypatch.chdir(tmp_path)
