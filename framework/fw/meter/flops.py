@@ -73,8 +73,8 @@ def _measured(device: torch.device, dtype: torch.dtype) -> float:
 @functools.cache
 def _of_products(device: torch.device, dtype: torch.dtype, threads: int, size: int = 1024) -> float:
     """The best of some products of ``size`` × ``size`` matrices on so many threads: at least 3, a tenth of a second of them."""
-    own = torch.Generator(device).manual_seed(0)  # a run's random numbers are the same whether or not this has been measured before
-    left = torch.randn(size, size, device=device, generator=own).to(dtype)
+    own = torch.Generator().manual_seed(0)  # a run's random numbers are the same whether or not this has been measured before
+    left = torch.randn(size, size, generator=own).to(device, dtype)
     times: list[float] = []
     left @ left
     while len(times) < 3 or sum(times) < 0.1:
