@@ -151,8 +151,12 @@ def _entry(name: str, path: Path) -> dict[str, Any]:
 @contextmanager
 def hub_at(root: Path) -> Iterator[Hub]:
     """It answers while inside."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Answers", (_Answers,), {}))
-    hub = server.RequestHandlerClass.hub = Hub(root, f"http://127.0.0.1:{server.server_port}")  # type: ignore[attr-defined]
+
+    class Answers(_Answers):
+        pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Answers)
+    hub = Answers.hub = Hub(root, f"http://127.0.0.1:{server.server_port}")
     serving = threading.Thread(target=server.serve_forever, daemon=True)
     serving.start()
     try:

@@ -39,11 +39,15 @@ def deepspeed(device_type: str) -> Any:
 @contextlib.contextmanager
 def _hidden(name: str) -> Iterator[None]:
     """Inside, ``import name`` fails as where it is not installed; unless it is imported already."""
-    with contextlib.ExitStack() as stack:
-        if name not in sys.modules:
-            sys.modules[name] = None  # type: ignore[assignment]
-            stack.callback(sys.modules.pop, name)
+    if name in sys.modules:
         yield
+        return
+    modules: dict[str, Any] = sys.modules
+    modules[name] = None  # what Python's own import statement takes for "not there"
+    try:
+        yield
+    finally:
+        del modules[name]
 
 
 def join(package: Any) -> None:
