@@ -67,7 +67,7 @@ def test_a_model_that_generates_is_planned_too(workspace: Path) -> None:
     package.train("tiny.yaml", "train.max_steps=1", "train.save_every=1")
     found = package.plan("run", "inference.kv_budget=1MiB")
     assert "keys and values" in repr(found) and found._repr_html_().startswith("<pre>")
-    for wrong, says in (({"world_size": 2}, "for training runs"), ({"device": "h200"}, "planned for the CPU so far")):
+    for wrong, says in (({"world_size": 2}, "for training runs"), ({"device": "h300"}, "device 'h300' is not known")):
         with pytest.raises(package.UserError, match=says):
             package.plan("run", **wrong)
 

@@ -15,6 +15,9 @@ import pytest
 import yaml
 
 from conftest import environment, fw
+from fw.errors import UserError
+from fw.planning.ask import plan
+from fw.planning.beginning import Wanted, begin
 
 CHATS = [{"messages": [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": f"{n}!"}]} for n in range(40)]
 PAIRS = [{"prompt": f"{n}?", "chosen": "yes", "rejected": "no"} for n in range(40)]
@@ -94,6 +97,26 @@ def test_a_server(base: Path) -> None:
     assert config["serve"]["model"] == "run" and config["inference"]["budget"] == "64MiB" and config["inference"]["device"] == "cpu"
     failed = fw("init", "--task", "serve", "--model", "run", "--device", "cpu", "--budget", "1MiB", "--to", "no.yaml")
     assert failed.code == 2 and "nothing fits 1 MiB" in failed.err
+
+
+def test_a_server_on_a_gpu(tmp_path: Path) -> None:
+    """In 16 bits that the device has, and in fewer where a budget wants it; never as a CPU keeps weights."""
+    shape = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 8, "num_attention_heads": 16, "num_key_value_heads": 4}
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 32000, "max_position_embeddings": 1024}
+    (tmp_path / "config.json").write_text(json.dumps({**config, **shape, "tie_word_embeddings": False}))
+    whole = plan(tmp_path, "inference.dtype=bf16", device="h100-80gb").largest
+    least = whole.taken - whole.at_peak["kv"] - (20 << 20)
+    for device, budget, wanted in (
+        ("h100-80gb", "", {"dtype": "bf16"}),
+        ("v100-32gb", "", {"dtype": "fp16"}),
+        ("h100-80gb", f"{least}B", {"dtype": "bf16", "budget": f"{least}B"}),
+    ):
+        begun = begin(Wanted(str(tmp_path), "serve", device, budget))
+        found = yaml.safe_load(begun.text)
+        assert found["inference"] == {"device": "cuda", **wanted} and device in begun.told
+        assert found.get("quantization") == ({"name": "w8a16", "group_size": -1} if budget else None)
+    with pytest.raises(UserError, match=r"nothing fits 300 MiB \(weights as they are: .*weights in 8 bits: .*weights in 4 bits: "):
+        begin(Wanted(str(tmp_path), "serve", "rtx4090", "300MiB"))
 
 
 def test_what_is_left_out_is_asked_at_a_terminal(base: Path) -> None:

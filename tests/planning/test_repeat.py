@@ -9,7 +9,7 @@ import pytest
 from fw import config as configuration
 from fw.meter.account import Block, History
 from fw.meter.devices import find
-from fw.meter.planned import PlannedGPU, planning_for
+from fw.planned import PlannedGPU, planning_for
 from fw.planning.expand import Copies, NotRepeatable, Stretch, expand
 from fw.planning.on_gpu import on_gpu, slowest_step
 from fw.planning.plan import largest_step

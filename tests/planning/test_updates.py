@@ -14,7 +14,7 @@ from fw import config as configuration
 from fw.api import update_alone
 from fw.meter.account import Rules
 from fw.meter.devices import find
-from fw.meter.planned import PlannedGPU, planning_for
+from fw.planned import PlannedGPU, planning_for
 from fw.planning.ledger import Ledger
 from fw.planning.on_gpu import on_gpu, slowest_step
 from fw.planning.plan import largest_step

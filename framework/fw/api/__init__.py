@@ -115,14 +115,15 @@ if TYPE_CHECKING:
     from fw.launching.cores import usable_cores as usable_cores
     from fw.locate import ADAPTER_CONFIG as ADAPTER_CONFIG, find as find
     from fw.meter.operator_flops import operator_flops as operator_flops
-    from fw.meter.planned import (
+    from fw.meter.transfers import FROM_DISK as FROM_DISK, TO_DISK as TO_DISK, disk_transfer as disk_transfer
+    from fw.place import Place as Place
+    from fw.planned import (
+        capability_of as capability_of,
         gpu_capability as gpu_capability,
         on_gpu as on_gpu,
         planned_gpu as planned_gpu,
         update_alone as update_alone,
     )
-    from fw.meter.transfers import FROM_DISK as FROM_DISK, TO_DISK as TO_DISK, disk_transfer as disk_transfer
-    from fw.place import Place as Place
     from fw.pretrained import plugin_for as plugin_for, read_config as read_config
     from fw.pretrained.directory import read_adapter_config as read_adapter_config
     from fw.registry import (
@@ -167,7 +168,7 @@ _NAMES = {
     "fw.launching.cores": "usable_cores",
     "fw.locate": "ADAPTER_CONFIG find",
     "fw.meter.operator_flops": "operator_flops",
-    "fw.meter.planned": "gpu_capability on_gpu planned_gpu update_alone",
+    "fw.planned": "capability_of gpu_capability on_gpu planned_gpu update_alone",
     "fw.meter.transfers": "FROM_DISK TO_DISK disk_transfer",
     "fw.place": "Place",
     "fw.pretrained": "plugin_for read_config",

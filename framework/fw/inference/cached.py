@@ -17,6 +17,7 @@ from fw.kernels.linear import PlainLinear, available, layer_of, takes
 from fw.kinds.attention import AttentionPlugin, Pattern
 from fw.kinds.kv_cache import KVCache, Stretch
 from fw.kinds.model import CausalLM, Head, LinearHead
+from fw.planned import is_gpu
 from fw.registry import NoOptions
 
 
@@ -89,7 +90,7 @@ class Runner:
         self._model, self._cache, self._device, self._adapters = model, cache, device, adapters
         self._tied: tuple[Tensor, PlainLinear | None] | None = None
         self._ranks = ranks or Ranks()
-        recorded = replay and (self._ranks.repeatable if device.type == "cpu" else device.type == "cuda" and self._ranks.ranks == 1)
+        recorded = replay and (self._ranks.ranks == 1 if is_gpu(device) else device.type == "cpu" and self._ranks.repeatable)
 
         def idle_hooks() -> int:
             return adapters.hooks + self._ranks.hooks

@@ -55,7 +55,7 @@ class Group:
         """On the CPU in fp32 and in the order of the ranks, so that a row's sum does not depend on where it stands."""
         x = x.contiguous()
         if self._on_gpus:
-            self._group.allreduce([x]).wait()
+            self._sum(x)
             return x
         first, *others = self._of_all(x)
         total = first.float()
@@ -72,6 +72,9 @@ class Group:
         """Gloo sees it by itself."""
         if self._on_gpus:
             self._group.abort()
+
+    def _sum(self, x: Tensor) -> None:
+        self._group.allreduce([x]).wait()
 
     def _of_all(self, x: Tensor) -> list[Tensor]:
         found = [torch.empty_like(x) for _ in range(self._ranks)]

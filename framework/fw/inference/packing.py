@@ -13,6 +13,7 @@ from fw.kernels.grouped import GroupedCodes, GroupedLinear
 from fw.kernels.linear import Int8Linear, PackedLinear, PlainLinear, Together, W8A8Linear, available, takes
 from fw.kernels.room import Room
 from fw.kinds.model import CausalLM
+from fw.planned import empty_cache
 
 _SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 _CODES = "grouped_codes"
@@ -64,13 +65,16 @@ def pack(model: CausalLM, weights: str, dtype: torch.dtype) -> int:
 
 
 def join(model: CausalLM) -> None:
-    """Compute plain layers on a GPU together that are given the same."""
-    for module in list(model.modules()):
-        for names in _SAME_INPUT:
-            layers: list[Any] = [getattr(module, name, None) for name in names]
-            if gpu_linear.takes(layers):
-                for name, layer in zip(names, gpu_linear.joined(layers), strict=True):
-                    setattr(module, name, layer)
+    """Compute plain layers on a GPU together that are given the same. Each one's weight goes as soon as it is part of another."""
+    wanted = [(module, names) for module in model.modules() for names in _SAME_INPUT if hasattr(module, names[0])]
+    for module, names in wanted:
+        layers: list[Any] = [getattr(module, name, None) for name in names]
+        if not gpu_linear.takes(layers):
+            continue
+        for name, layer in zip(names, gpu_linear.joined(layers), strict=True):
+            setattr(module, name, layer)
+        layers.clear()
+        empty_cache()  # what they were fits none of those that follow
 
 
 def _codes(layer: nn.Module) -> GroupedCodes | None:

@@ -21,6 +21,7 @@ from fw.kinds.offload import OffloadPolicy
 from fw.locate import ADAPTER_CONFIG, CONFIG, find, inside
 from fw.meter.memory import available_bytes
 from fw.place import place
+from fw.planned import is_gpu, planned_gpu
 from fw.pretrained import load_model
 from fw.pretrained.directory import read_adapter_config, read_config
 from fw.pretrained.low_rank import LowRankChange, read_low_rank
@@ -107,10 +108,10 @@ def prepare(
     shapes = [between.kv_shapes(each) for each, between in zip(models, divided, strict=True)]
     token_bytes = [plugin.token_bytes(these, dtype) for these in shapes]
     kept = plugin.kept_tokens(context, options.prompt_share)
-    sharing = ranks.ranks if device.type == "cpu" else 1
+    sharing = 1 if is_gpu(device) else ranks.ranks
     budget = _budget(options.kv_budget, sum(token_bytes) * kept * options.max_sequences, device, lambda of: free(of) / sharing)
     replaced = [pack(each, options.weights, dtype) for each in models]  # before there are caches: meanwhile a weight is there twice
-    if device.type == "cuda":
+    if is_gpu(device):
         for each in models:
             join(each)
     ranks.join(model)
@@ -165,6 +166,8 @@ def device_of(wanted: str, rank: int = 0) -> torch.device:
     Raises:
         UserError: there is none.
     """
+    if planned_gpu() is not None:
+        return torch.device("cpu")  # which stands for it
     if wanted == "auto":
         wanted = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -182,9 +185,9 @@ def _offload(recipe: InferenceRecipe, device: torch.device, ranks: Ranks) -> Off
         raise UserError(
             f"offload.params: {policy.params} leaves whole weights in files, and ranks have parts of them; set inference.tensor: 1"
         )
-    if policy.params == "cpu" and device.type == "cpu":
+    if policy.params == "cpu" and not is_gpu(device):
         raise UserError("offload.params: cpu is where the model computes; nvme leaves weights in their files")
-    if policy.params != "device" and device.type != "cpu":
+    if policy.params != "device" and is_gpu(device):
         raise UserError(
             f"offload.params: {policy.params} is for generating on a CPU so far; set inference.device: cpu, or offload.params: device"
         )

@@ -18,6 +18,7 @@ from fw.kernels.graph import Graph
 from fw.kernels.tape import NotRepeatable, Recorder
 from fw.kinds.kv_cache import KVCache, Places, Stretch
 from fw.kinds.model import CausalLM
+from fw.planned import is_gpu, on_gpu, planned_gpu
 
 _MOST = 32
 """Recordings, each of steps of another form; one takes about what activations of such a step do."""
@@ -54,7 +55,7 @@ def _filled_up(sequences: int) -> int:
 
 def _alike(found_RV: Tensor, again_RV: Tensor) -> bool:
     """To the last bit on the CPU; on a GPU products may be divided otherwise in a graph."""
-    if not found_RV.is_cuda:
+    if not on_gpu(found_RV):
         return torch.equal(found_RV.view(torch.int32), again_RV.view(torch.int32))
     return bool((found_RV - again_RV).abs().max() <= 0.02 * found_RV.abs().max())
 
@@ -68,8 +69,8 @@ class _Inputs:
 
     def __init__(self, rows: Sequence[int], tokens: int, device: torch.device) -> None:
         self._there = torch.zeros((2, tokens), dtype=torch.int64, device=device)
-        on_gpu = device.type == "cuda"
-        self._hosts = [torch.zeros((2, tokens), dtype=torch.int64, pin_memory=True) for _ in range(2)] if on_gpu else [self._there]
+        two = [torch.zeros((2, tokens), dtype=torch.int64, pin_memory=True) for _ in range(2)] if is_gpu(device) else []
+        self._hosts = two or [self._there]
         self.ids_1T, self.positions_1T = self._there[:1], self._there[1:]
         self.wanted_R = torch.tensor(rows, device=device)
 
@@ -118,8 +119,8 @@ class SteadySteps:
 
     def __init__(self, compute: Compute, cache: KVCache, model: CausalLM, device: torch.device, idle_hooks: Callable[[], int]) -> None:
         self._compute, self._cache, self._model, self._device, self._idle_hooks = compute, cache, model, device, idle_hooks
-        self._on_gpu = device.type == "cuda"
-        self._pool = torch.cuda.graph_pool_handle() if self._on_gpu else None
+        self._on_gpu = is_gpu(device)
+        self._pool = torch.cuda.graph_pool_handle() if self._on_gpu and planned_gpu() is None else None
         self._known: OrderedDict[_Form, _Step] = OrderedDict()
         self._before: _Form = ()
         self._hooks = [hooks for module in model.modules() for hooks in (module._forward_pre_hooks, module._forward_hooks)]
@@ -142,13 +143,22 @@ class SteadySteps:
         if self._on_gpu and all(each == (1, 1) for each in form):
             form = ((1, 1),) * _filled_up(len(form))
         before, self._before = self._before, form
-        if self.refused is not None or sum(map(len, self._hooks)) > self._idle_hooks() or _get_current_dispatch_mode_stack():
+        if self.refused is not None or sum(map(len, self._hooks)) > self._idle_hooks() or self._watched():
             return None
         if (step := self._known.get(form)) is not None:
             self._known.move_to_end(form)
             return self._again(step, pieces, tokens_T, wanted)
         found_RV = self._recorded(form, pieces, tokens_T) if form == before else None
         return None if found_RV is None else found_RV[:wanted]
+
+    def record(self, pieces: Sequence[Piece]) -> None:
+        """A step of one token of each, without what it takes to see that it can be."""
+        if self.refused is None:
+            self._recorded(((1, 1),) * len(pieces), pieces, None, warm=True)
+
+    def _watched(self) -> bool:
+        """Whether somebody sees operators, of which a recording shows none; a plan for a GPU does, and stays."""
+        return bool(_get_current_dispatch_mode_stack()) and planned_gpu() is None
 
     def _again(self, step: _Step, pieces: Sequence[Piece], tokens_T: Tensor | None, wanted: int) -> Tensor:
         step.inputs.fill(pieces, tokens_T)
@@ -168,7 +178,7 @@ class SteadySteps:
         self.refused = why
         warnings.warn(f"{why}, in Python; its steps are not recorded, which is slower", stacklevel=2)
 
-    def _recorded(self, form: _Form, pieces: Sequence[Piece], tokens_T: Tensor | None) -> Tensor | None:
+    def _recorded(self, form: _Form, pieces: Sequence[Piece], tokens_T: Tensor | None, warm: bool = False) -> Tensor | None:
         if (places := self._cache.places([length for length, _ in form])) is None:
             self.refused = f"{type(self._cache).__name__} has no places that stay"
             return None
@@ -180,14 +190,16 @@ class SteadySteps:
         inputs = _Inputs(rows, count, self._device)
         inputs.fill(pieces, tokens_T)
         self._cache.begin([piece.stretch for piece in pieces], places)
-        recorder = Recorder(inputs.all, [*places.tensors, *self._model.parameters(), *self._model.buffers()])
-        with nullcontext() if self._on_gpu else recorder.recording():
-            logits_RV = self._compute(*inputs.all)
+        recorder = None if self._on_gpu else Recorder(inputs.all, [*places.tensors, *self._model.parameters(), *self._model.buffers()])
+        logits_RV = None
+        if not warm:
+            with nullcontext() if recorder is None else recorder.recording():
+                logits_RV = self._compute(*inputs.all)
         try:
-            if self._on_gpu:
+            if recorder is None:
                 graph = Graph(partial(self._compute, *inputs.all), self._pool)
                 self._known[form] = _Step(inputs, places, graph, graph.result)
-            else:
+            elif logits_RV is not None:
                 self._known[form] = _Step(inputs, places, recorder.tape(logits_RV), logits_RV)
         except NotRepeatable as why:
             self.refused = str(why)

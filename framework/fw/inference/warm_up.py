@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
 
 from fw.inference.cached import Piece, Runner
 from fw.inference.sampling import gathered
@@ -30,15 +33,32 @@ def warm_up(runner: Runner, cache: KVCache, most: int, sizes: Sequence[int]) -> 
 
 def _step(runner: Runner, cache: KVCache, lengths: Sequence[int]) -> bool:
     """Of sequences of its own; False where there is no room for them."""
-    stretches = [Stretch(-1 - number, 0, length) for number, length in enumerate(lengths)]
-    try:
-        if not all(cache.reserve(stretch.sequence, 0, stretch.end) for stretch in stretches):
+    with _sequences(cache, lengths) as pieces:
+        if not pieces:
             return False
-        rows = runner.run([Piece(stretch, [0] * stretch.length, range(stretch.length - 1, stretch.length)) for stretch in stretches])
+        rows = runner.run(pieces)
         logits_BV, logprobs_BV = gathered([rows_RV[-1] for rows_RV in rows], range(len(rows)))
         assert logprobs_BV is not None
         logits_BV.argmax(-1).tolist()
+    return True
+
+
+def record(runner: Runner, cache: KVCache, sizes: Sequence[int]) -> None:
+    """What stays of warming up for these numbers of sequences: for a plan, once the largest has been warmed up."""
+    for count in sorted(sizes, reverse=True):
+        with _sequences(cache, [1] * count) as pieces, torch.inference_mode():
+            if pieces and runner.steady is not None:
+                runner.steady.record(pieces)
+
+
+@contextmanager
+def _sequences(cache: KVCache, lengths: Sequence[int]) -> Iterator[list[Piece]]:
+    """Of so many tokens each, while it is entered; none where there is no room for them."""
+    stretches = [Stretch(-1 - number, 0, length) for number, length in enumerate(lengths)]
+    try:
+        room = all(cache.reserve(stretch.sequence, 0, stretch.end) for stretch in stretches)
+        last = [Piece(stretch, [0] * stretch.length, range(stretch.length - 1, stretch.length)) for stretch in stretches]
+        yield last if room else []
     finally:
         for stretch in stretches:
             cache.release(stretch.sequence)
-    return True

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from fw.kernels import gpu
 from fw.kernels.calls import Kernel
+from fw.planned import on_gpu, planned_gpu
 
 _LANES = 16
 _PLAIN = (Tensor, nn.Parameter)
@@ -33,11 +34,12 @@ def applies(*tensors: Tensor) -> bool:
 
 
 def _on_cpu(*tensors: Tensor) -> bool:
-    return _generating() and all(type(x) in _PLAIN and x.dtype == torch.bfloat16 and x.is_cpu and x.is_contiguous() for x in tensors)
+    plain = _generating() and all(type(x) in _PLAIN and x.dtype == torch.bfloat16 and x.is_cpu and x.is_contiguous() for x in tensors)
+    return plain and planned_gpu() is None
 
 
 def _on_gpu(*tensors: Tensor) -> bool:
-    return tensors[0].is_cuda and _generating() and all(type(x) in _PLAIN for x in tensors) and gpu.takes(*tensors)
+    return on_gpu(tensors[0]) and _generating() and all(type(x) in _PLAIN for x in tensors) and gpu.takes(*tensors)
 
 
 def rms_norm(x_D: Tensor, weight_D: Tensor, eps: float, *, shifted: bool = False) -> Tensor | None:

@@ -8,10 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fw.planned import on_gpu
+
 
 def takes(layers: Sequence[nn.Module | None]) -> bool:
     """Whether they are plain ones on a GPU, alike in what they are given and in whether they have a bias."""
-    plain = [layer for layer in layers if type(layer) is nn.Linear and layer.weight.is_cuda and layer.weight.is_floating_point()]
+    plain = [layer for layer in layers if type(layer) is nn.Linear and on_gpu(layer.weight) and layer.weight.is_floating_point()]
     kinds = {(layer.in_features, layer.weight.dtype, layer.bias is None) for layer in plain}
     return len(plain) == len(layers) > 1 and len(kinds) == 1
 

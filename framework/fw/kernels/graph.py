@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fw.kernels.tape import NotRepeatable
+from fw.planned import planned_gpu
 
 
 class Graph:
@@ -23,6 +24,10 @@ class Graph:
     """
 
     def __init__(self, compute: Callable[[], Tensor], pool: Any) -> None:
+        if (planned := planned_gpu()) is not None:
+            with planned.recording():
+                self.result = compute()
+            return
         self._graph = torch.cuda.CUDAGraph()
         try:
             # Other threads may talk to the GPU meanwhile.
@@ -34,4 +39,5 @@ class Graph:
 
     def play(self) -> None:
         """Again, of what is in the inputs now."""
-        self._graph.replay()
+        if planned_gpu() is None:
+            self._graph.replay()

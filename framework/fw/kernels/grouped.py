@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from fw.kernels.linear import PANEL, PackedLinear, layer_of
 from fw.kernels.room import Room
+from fw.planned import on_gpu
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class GroupedLinear(PackedLinear):
         """Whether the kernel does: groups of an even number of inputs, on the CPU."""
         inputs = codes.codes.shape[1] * (1 if codes.numbers is None else 2)
         groups = codes.scale_OG.shape[1]
-        return codes.codes.is_cpu and not inputs % groups and not inputs // groups % 2
+        return not on_gpu(codes.codes) and not inputs % groups and not inputs // groups % 2
 
     @property
     def kind(self) -> int:  # type: ignore[override]

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from fw.kernels.calls import Kernel
 from fw.kernels.room import Room
+from fw.planned import on_gpu
 
 PANEL = 32
 LINEAR = Kernel("fw_linear", [ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_long, ctypes.c_long, ctypes.c_long])
@@ -26,7 +27,9 @@ def available() -> bool:
 
 def takes(layer: nn.Module) -> bool:
     """Whether it is a plain layer of such weights on the CPU."""
-    return type(layer) is nn.Linear and layer.weight.dtype == torch.bfloat16 and layer.weight.is_cpu and not layer.in_features % 2
+    if type(layer) is not nn.Linear or layer.in_features % 2:
+        return False
+    return layer.weight.dtype == torch.bfloat16 and layer.weight.is_cpu and not on_gpu(layer.weight)
 
 
 def layer_of(weight_OI: Tensor) -> nn.Linear:

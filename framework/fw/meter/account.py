@@ -87,12 +87,14 @@ class History:
         changes: blocks in the order of time, with 1 where one comes and -1 where it goes.
         marks: number of changes before each, and its name.
         costs: number of changes before each, and what an operator cost there, where that was asked for.
+        emptied: number of changes before each time that an allocator gave back what it kept and nobody used.
     """
 
     before: list[Block] = field(default_factory=list)
     changes: list[tuple[Block, int]] = field(default_factory=list)
     marks: list[tuple[int, str]] = field(default_factory=list)
     costs: list[tuple[int, Any]] = field(default_factory=list)
+    emptied: list[int] = field(default_factory=list)
 
     def mark(self, name: str) -> None:
         """From here on it is ``name``."""

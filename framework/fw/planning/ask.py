@@ -7,9 +7,11 @@ from pathlib import Path
 
 from fw.config import Config, overridden
 from fw.errors import UserError
+from fw.meter.devices import find
 from fw.meter.document import MemoryDocument
+from fw.planned import PlannedGPU, planning_for
 from fw.planning import fitted, profile as measuring
-from fw.planning.generation import plan_generation
+from fw.planning.generation import gpu_here, plan_generation
 from fw.planning.page import page
 from fw.planning.plan import CPU, plan as plan_run
 from fw.planning.tell import table
@@ -79,10 +81,16 @@ def plan(config: str | Path | Config, *overrides: str, world_size: int | None = 
         return Memory.of(plan_run(config, *overrides, world_size=world_size, device=device), "planned")
     if world_size is not None:
         raise UserError("--world-size: is for training runs; ranks that generate are inference.tensor")
-    if device not in (None, CPU):
-        raise UserError(f"--device: {device}: what generating takes is planned for the CPU so far")
-    recipe = resolve_inference(overridden(Config("plan", {}, {}), [*overrides, *(["inference.device=cpu"] if device else [])]))
-    return Memory.of(plan_generation(config, recipe), "planned")
+    given = overridden(Config("plan", {}, {}), [*overrides, *(["inference.device=cpu"] if device == CPU else [])])
+    if device in (None, CPU):
+        recipe = resolve_inference(given)
+        return Memory.of(plan_generation(config, recipe, gpu=gpu_here(recipe)), "planned")
+    gpu = find(device, CPU)
+    with planning_for(PlannedGPU(gpu.name, gpu.compute_capability, lambda tensor: False)):
+        recipe = resolve_inference(given)
+    if recipe.inference.device == CPU:
+        raise UserError(f"{given.origin(('inference', 'device'))}: inference.device: cpu, and --device asks what it takes on {device}")
+    return Memory.of(plan_generation(config, recipe, gpu=gpu), "planned")
 
 
 def fit(config: str | Path | Config, *overrides: str, world_size: int | None = None, device: str | None = None) -> Chosen:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import tempfile
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,18 @@ _SECTIONS: Mapping[str, type] = {
     "serve": ServeSection,
     "inference": InferenceSection,
 }
+_CODES = ("weights in 4 bits", {"quantization": {"name": "nf4", "double_quantization": True}})
+_FEWER_BITS: Sequence[tuple[str, Mapping[str, Any]]] = (
+    ("weights as they are", {}),
+    ("weights in 8 bits", {"inference": {"weights": "int8_weight_only"}}),
+    _CODES,
+)
+"""What serving may take, the first that fits: kernels of the CPU read such weights faster, too."""
+_FEWER_BITS_ON_GPU: Sequence[tuple[str, Mapping[str, Any]]] = (
+    ("weights as they are", {}),
+    ("weights in 8 bits", {"quantization": {"name": "w8a16", "group_size": -1}}),
+    _CODES,
+)
 _COLUMNS = 110
 _LORA = {"name": "lora", "rank": 16, "alpha": 32, "targets": ["all-linear"]}
 
@@ -209,26 +221,33 @@ def _serving(wanted: Wanted) -> Begun:
         raise UserError(f"--model: {path} holds no model")
     if wanted.model in {entry.name for entry in entries(ModelPlugin.kind)}:
         raise UserError(f"--model: {wanted.model} has initial values only; give a directory or org/name")
-    budget = [f"inference.budget={wanted.budget}"] if wanted.budget else []
+    gpu = None if wanted.device in (None, CPU) else find(wanted.device or "", CPU)
+    inference: dict[str, Any] = {} if wanted.device is None else {"device": CPU if gpu is None else "cuda"}
+    inference["dtype"] = "bf16" if gpu is None or "bfloat16" in gpu.peak_flops else "fp16"
+    if wanted.budget:
+        inference["budget"] = wanted.budget
     tried = []
-    for weights in ("auto", "int8_weight_only"):
-        words = ["inference.dtype=bf16", f"inference.weights={weights}", *budget]
-        found = ask.plan(wanted.model, *words, device=wanted.device)
+    for label, changed in _FEWER_BITS if gpu is None else _FEWER_BITS_ON_GPU:
+        tree = {
+            "serve": {"model": wanted.model},
+            **{name: options for name, options in changed.items() if name == "quantization"},
+            "inference": {**inference, **changed.get("inference", {})},
+            "kv_cache": {"name": "paged"},
+        }
+        words = [f"{name}={json.dumps(options)}" for name, options in tree.items() if name != "serve"]
+        try:
+            found = ask.plan(wanted.model, *words, device=wanted.device)
+        except UserError as error:
+            if not changed:
+                raise
+            tried.append(f"{label}: {error}")  # layers of other sizes than such weights have
+            continue
         room = found.generation
-        tried.append(f"weights {weights}: {format_size(found.largest.taken)}")
+        tried.append(f"{label}: {format_size(found.largest.taken)}")
         if found.fits and room is not None and room.largest_context > 0:
             break
     else:
-        assert found.budget is not None
-        raise UserError(f"nothing fits {format_size(found.budget)} ({'; '.join(tried)}); a larger --budget, or a smaller model")
-    here = {"device": CPU} if wanted.device == CPU else {}
-    inference = {
-        **here,
-        "dtype": "bf16",
-        **({} if weights == "auto" else {"weights": weights}),
-        **({"budget": wanted.budget} if wanted.budget else {}),
-    }
-    tree = {"serve": {"model": wanted.model}, "inference": inference, "kv_cache": {"name": "paged"}}
+        raise UserError(f"nothing fits {format_size(found.budget or 0)} ({'; '.join(tried)}); a larger --budget, or a smaller model")
     head = [f"serve: {TASKS['serve']}. Predicted on {found.device}: {format_size(found.largest.taken)}.", "  fw serve {}"]
     return Begun(_written(head, tree), repr(found), ("fw serve {}",))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from fw.checkpointing.in_files import choose_in_files
 from fw.checkpointing.quantized_files import weights_of
 from fw.checkpointing.tensor_files import weights_for
-from fw.config import format_size, parse_size
+from fw.config import InferenceSection, format_size, parse_size
 from fw.errors import UserError
 from fw.inference.cached import Piece
 from fw.inference.collective import Group
@@ -27,6 +27,8 @@ from fw.inference.divided import Ranks, Several
 from fw.inference.prepare import OverCache, Prepared, prepare
 from fw.inference.ranks import OPTION
 from fw.inference.sampling import gathered
+from fw.inference.steady import sizes_on_gpu
+from fw.inference.warm_up import record, warm_up
 from fw.kernels import elementwise, meeting
 from fw.kernels.calls import Kernel
 from fw.kernels.linear import PackedLinear
@@ -37,37 +39,75 @@ from fw.kinds.kv_cache import KVCachePlugin, Stretch
 from fw.kinds.model import CausalLM
 from fw.kinds.offload import OffloadPolicy
 from fw.kinds.quantization import QuantizationPlugin
-from fw.meter.account import Recorder
+from fw.meter.account import Block, Recorder
+from fw.meter.devices import Device, of_product
 from fw.meter.document import Generation, MemoryDocument, PhaseMemory, RankMemory
 from fw.meter.memory import held_bytes
-from fw.meter.step_memory import BUFFERS, COMPONENT_OF, KV, RULES, WEIGHTS
+from fw.meter.step_memory import BUFFERS, COMPONENT_OF, KV, OTHER, RULES, WEIGHTS
+from fw.planned import PlannedGPU, planning_for
 from fw.planning.around_steps import filling, highest, read_bytes
+from fw.planning.caching_allocator import LARGE_SEGMENT
 from fw.planning.ledger import Ledger
+from fw.planning.on_gpu import allocator_peaks, with_allocator
 from fw.planning.plan import host_memory
 from fw.pretrained.division import Division
 from fw.pretrained.load import structure
 from fw.recipe.inference import InferenceRecipe
 
 _CPU = torch.device("cpu")
+_MARGINS = (0, LARGE_SEGMENT, 2 * LARGE_SEGMENT, 4 * LARGE_SEGMENT)
+"""Left when a budget is divided again: where caches are smaller, a GPU's allocator may keep as many segments for them."""
 
 
-def plan_generation(path: str | Path, recipe: InferenceRecipe, adapter: str | Path | None = None) -> MemoryDocument:
-    """Predict what a model takes that generates on the CPU: weights as they are kept, a step, and keys and values of
+def plan_generation(
+    path: str | Path, recipe: InferenceRecipe, adapter: str | Path | None = None, gpu: Device | None = None
+) -> MemoryDocument:
+    """Predict what a model takes that generates: weights as they are kept, a step, on a GPU all that it records, and keys and values of
     ``inference.max_sequences`` sequences of ``inference.max_context`` tokens, or as many as ``inference.kv_budget`` holds, or as
-    ``inference.budget`` leaves room for.
+    ``inference.budget`` or the device leaves room for.
 
     Args:
         path: as for :class:`fw.LLM`; of a directory, its config.json is enough where no weights are to stay in files.
+        gpu: that it generates on; None for the CPU.
 
     Raises:
-        UserError: as generating would, or it is to be on a GPU.
+        UserError: as generating would.
     """
-    found = _planned(path, recipe, adapter)
-    generation = found.generation
-    assert generation is not None
-    if found.fits or recipe.inference.kv_budget or not generation.largest_context:
-        return found
-    return _planned(path, _with_room(recipe, generation.kv_budget), adapter)
+    if gpu is None:
+        return _divided(path, recipe, adapter, gpu)
+    with planning_for(PlannedGPU(gpu.name, gpu.compute_capability, lambda tensor: False)):
+        return _divided(path, recipe, adapter, gpu)
+
+
+def gpu_here(recipe: InferenceRecipe) -> Device | None:
+    """The GPU of this machine that generates; None for the CPU.
+
+    Raises:
+        UserError: there is none, or one that is not known.
+    """
+    wanted = recipe.inference.device
+    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+        return None
+    if not torch.cuda.is_available():
+        raise UserError(f"inference.device: {wanted}: no GPU is here; say which one is meant with --device, or set it to cpu")
+    product = torch.cuda.get_device_name(torch.device(wanted if wanted != "auto" else "cuda"))
+    known = of_product(product)
+    if known is None:
+        raise UserError(f"inference.device: {wanted}: nothing is known of {product} to plan for; describe it in a YAML file for --device")
+    return replace(known, memory_bytes=torch.cuda.get_device_properties(0).total_memory)
+
+
+def _divided(path: str | Path, recipe: InferenceRecipe, adapter: str | Path | None, gpu: Device | None) -> MemoryDocument:
+    found = _planned(path, recipe, adapter, gpu)
+    for margin in _MARGINS:
+        generation = found.generation
+        assert generation is not None
+        room = generation.kv_budget - margin
+        least = generation.token_bytes * recipe.kv_cache.kept_tokens(2, recipe.inference.prompt_share)
+        if found.fits or recipe.inference.kv_budget or not generation.largest_context or room < least:
+            break
+        found = _planned(path, _with_room(recipe, room), adapter, gpu)
+    return found
 
 
 def within_budget(path: str | Path, recipe: InferenceRecipe, adapter: str | Path | None = None) -> InferenceRecipe:
@@ -79,11 +119,11 @@ def within_budget(path: str | Path, recipe: InferenceRecipe, adapter: str | Path
     options = recipe.inference
     if not options.budget:
         return recipe
-    found = plan_generation(path, recipe, adapter)
+    found = plan_generation(path, recipe, adapter, gpu_here(recipe))
     generation, parts = found.generation, found.largest.at_peak
     assert generation is not None
     if not found.fits:
-        besides = format_size(sum(parts.values()) - parts.get("kv", 0))
+        besides = format_size(found.largest.taken - parts.get("kv", 0))
         kept = (
             f"of inference.kv_budget, {options.kv_budget}" if options.kv_budget else f"{generation.token_bytes:,.0f} bytes for each token"
         )
@@ -98,53 +138,89 @@ def _with_room(recipe: InferenceRecipe, kv_bytes: int) -> InferenceRecipe:
     return replace(recipe, inference=replace(recipe.inference, kv_budget=f"{kv_bytes}B"))
 
 
-def _planned(path: str | Path, recipe: InferenceRecipe, adapter: str | Path | None) -> MemoryDocument:
+def _planned(path: str | Path, recipe: InferenceRecipe, adapter: str | Path | None, gpu: Device | None) -> MemoryDocument:
     """Of all ranks, of which those between the first, that gathers, and the last, that may have less, are alike."""
     ranks = recipe.inference.tensor
-    found = {rank: _of_rank(path, recipe, adapter, rank) for rank in sorted({0, min(1, ranks - 1), ranks - 1})}
+    found = {rank: _of_rank(path, recipe, adapter, rank, gpu) for rank in sorted({0, min(1, ranks - 1), ranks - 1})}
     of_each = [found[rank if rank in found else 1].largest for rank in range(ranks)]
     return replace(found[0], world_size=ranks, per_rank=[replace(of, rank=rank) for rank, of in enumerate(of_each)])
 
 
-def _of_rank(path: str | Path, recipe: InferenceRecipe, adapter: str | Path | None, number: int) -> MemoryDocument:
-    if recipe.inference.device not in ("cpu", "auto") or (recipe.inference.device == "auto" and torch.cuda.is_available()):
-        raise UserError("inference.device: what generating takes is planned for the CPU so far; set it to cpu")
+def _of_rank(path: str | Path, recipe: InferenceRecipe, adapter: str | Path | None, number: int, gpu: Device | None) -> MemoryDocument:
     imported = held_bytes(_CPU) or 0
-    with _without_kernels(), Ledger() as ledger:
+    options = recipe.inference
+    with _without_kernels(), Ledger(gpu) as ledger:
         with ledger.recording(_CPU, RULES) as loading:
             reader = _Reader(ledger, loading)
-            ranks = _ranks(number, recipe.inference.tensor)
-            prepared = prepare(path, recipe, adapter, lambda told: None, reader.read, lambda device: math.inf, ranks)
+            ranks = _ranks(number, options.tensor, gpu is not None)
+            prepared = prepare(path, recipe, adapter, lambda told: None, reader.read, lambda device: _free(ledger, gpu, options), ranks)
             for each in _models(prepared):
                 loading.name(WEIGHTS, _weights(each.model))
                 loading.name(BUFFERS, each.model.buffers())
             loading.name_rest(KV)
-        with ledger.recording(_CPU, RULES) as found:
-            for each in _models(prepared):
-                found.known(WEIGHTS, _weights(each.model))
-                found.known(BUFFERS, each.model.buffers())
-            found.known_rest(KV)
+        steps = []
+        kept = ledger.blocks(KV)
+        if gpu is not None:
+            with _step_of(prepared, ledger, kept) as found:
+                *others, largest = sizes_on_gpu(options.max_sequences)
+                warm_up(prepared.own.runner, prepared.own.cache, prepared.own.context, [largest])
+                record(prepared.own.runner, prepared.own.cache, others)
+            steps.append(found.history)
+        with _step_of(prepared, ledger, kept) as found:
             pieces = _worst_step(prepared, recipe)
             found.name_rest(KV)  # a cache that takes memory for each sequence
             rows = prepared.own.runner.run(pieces)
             gathered([rows_RV[-1] for rows_RV in rows], range(len(rows)))
             del rows
-        account = found.history.account(COMPONENT_OF)
+        steps.append(found.history)
+        account = max((history.account(COMPONENT_OF) for history in steps), key=lambda account: account.peak_bytes)
+        host_bytes = 0 if ledger.gpu is None else ledger.gpu.host_peak_bytes
     load = PhaseMemory(highest(loading.history), 0, reader.read_bytes)
     step = PhaseMemory(account.at_peak)
     peak = account.peak_bytes
-    host = imported + max(peak, load.allocated_peak)
+    host = imported + (max(peak, load.allocated_peak) if gpu is None else host_bytes)
     rank = RankMemory(number, peak, peak, peak, 0, host, "generate", account.at_peak, account.most, {"load": load, "generate": step})
-    budget = parse_size(recipe.inference.budget) if recipe.inference.budget else host_memory() // recipe.inference.tensor
-    generation = _generation(prepared, recipe, peak - account.at_peak.get("kv", 0), budget)
-    return MemoryDocument(str(path), "cpu", 1, budget, [rank], None, generation)
+    most = host_memory() // options.tensor if gpu is None else gpu.memory_bytes
+    budget = parse_size(options.budget) if options.budget else most
+    budget = budget if gpu is None else min(budget, most)
+    if gpu is not None:
+        groups = {tuple(range(options.tensor))} if options.tensor > 1 else set()
+        rank = with_allocator(rank, allocator_peaks(steps, loading.history), gpu, groups)
+    generation = _generation(prepared, recipe, rank.taken - account.at_peak.get("kv", 0), budget)
+    return MemoryDocument(str(path), "cpu" if gpu is None else gpu.name, 1, budget, [rank], None, generation)
 
 
-def _ranks(number: int, ranks: int) -> Ranks:
+def _free(ledger: Ledger, gpu: Device | None, options: InferenceSection) -> float:
+    """What a model that is read leaves of a GPU, where nothing else bounds keys and values: there they are taken at once."""
+    if gpu is None or options.budget:
+        return math.inf
+    left = gpu.memory_bytes - gpu.context_bytes - ledger.live_bytes
+    return left if left > 0 else math.inf  # it is said what is missing
+
+
+@contextmanager
+def _step_of(prepared: Prepared, ledger: Ledger, kept: Collection[Block]) -> Iterator[Recorder]:
+    """Records, and knows what was there before.
+
+    Args:
+        kept: for keys and values.
+    """
+    with ledger.recording(_CPU, RULES) as found:
+        for each in _models(prepared):
+            found.known(WEIGHTS, _weights(each.model))
+            found.known(BUFFERS, each.model.buffers())
+        for block in kept:
+            block.category = KV
+        found.known_rest(OTHER)
+        yield found
+
+
+def _ranks(number: int, ranks: int, on_gpus: bool) -> Ranks:
     """One of them, that meets nobody."""
     if ranks == 1:
         return Ranks()
-    return Several(number, ranks, OPTION, _Unmet(number, ranks) if meeting.available() else _UnmetGroup(number, ranks))
+    kernels = not on_gpus and meeting.available()
+    return Several(number, ranks, OPTION, _Unmet(number, ranks) if kernels else _UnmetGroup(number, ranks, on_gpus))
 
 
 class _Unmet(Meeting):
@@ -153,8 +229,11 @@ class _Unmet(Meeting):
 
 
 class _UnmetGroup(Group):
-    def __init__(self, rank: int, ranks: int) -> None:
-        self._rank, self._ranks, self._on_gpus = rank, ranks, False
+    def __init__(self, rank: int, ranks: int, on_gpus: bool) -> None:
+        self._rank, self._ranks, self._on_gpus = rank, ranks, on_gpus
+
+    def _sum(self, x: Tensor) -> None:
+        pass
 
     def _of_all(self, x: Tensor) -> list[Tensor]:
         return [torch.empty_like(x) for _ in range(self._ranks)]
@@ -265,7 +344,7 @@ def _without_kernels() -> Iterator[None]:
     fake: Any = FakeTensor
     Kernel.__call__ = lambda self, *given: None  # type: ignore[method-assign]
     Room.empty, elementwise._PLAIN = empty, (*plain, FakeTensor)  # type: ignore[method-assign,assignment]
-    fake.data_ptr, fake.numpy = lambda x: x.untyped_storage()._cdata, lambda x: np.zeros(x.shape)
+    fake.data_ptr, fake.numpy = lambda x: x.untyped_storage()._cdata, lambda x: np.zeros(x.shape, str(x.dtype).removeprefix("torch."))
     try:
         yield
     finally:

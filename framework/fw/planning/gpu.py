@@ -14,18 +14,20 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.optim import optimizer as torch_optimizer
 
-from fw.meter.account import Block, History
+from fw.meter.account import UNNAMED, Block, History
 from fw.meter.devices import Device
-from fw.meter.planned import PlannedGPU, planning_for
 from fw.meter.step_memory import OTHER
+from fw.planned import PlannedGPU, planning_for
 from fw.planning.cuda_attention import attention_as_on, scratch_bytes
 from fw.planning.cuda_autocast import autocast_as_on_gpu
 from fw.planning.leaves import tensors
 from fw.planning.roofline import exchange, work
 
 _aten = torch.ops.aten
-_PRODUCTS = {_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm, _aten._scaled_mm}
-"""Computed by cuBLAS."""
+RECORDINGS = -1
+"""The stream of blocks in the memory of CUDA graphs, which is theirs alone."""
+_PRODUCTS = {_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm, _aten._scaled_mm, _aten.linear, _aten.matmul}
+"""Computed by cuBLAS; the last two are seen in inference mode, where nothing is made of others."""
 
 
 class Gpu:
@@ -38,8 +40,9 @@ class Gpu:
     def __init__(self, device: Device, came: Callable[[int, Block], None], went: Callable[[int], None]) -> None:
         self._device, self._came, self._went = device, came, went
         self._numbers = itertools.count(-1, -1)
-        self._threads: set[bool] = set()
-        """Whether those that have used cuBLAS are autograd's own."""
+        self._threads: set[tuple[bool, bool]] = set()
+        """Whether those that have used cuBLAS are autograd's own, and recorded it."""
+        self._records = False
         self._on_host: set[int] = set()
         """Addresses of storage objects."""
         self._to_host = self._all_to_host = self._pinned = False
@@ -54,7 +57,7 @@ class Gpu:
         """Within it, plugins and torch choose as on the GPU."""
         capability = self._device.compute_capability
         with ExitStack() as stack:
-            stack.enter_context(planning_for(PlannedGPU(self._device.name, capability, self.is_on_host)))
+            stack.enter_context(planning_for(PlannedGPU(self._device.name, capability, self.is_on_host, self._emptied, self._recording)))
             stack.enter_context(attention_as_on(capability))
             stack.enter_context(autocast_as_on_gpu())
             stack.enter_context(_foreach())
@@ -84,7 +87,23 @@ class Gpu:
     @property
     def stream(self) -> int:
         """The one that is used now. FSDP uses the CPU's, which torch has for code that runs on any device, as it would use a GPU's."""
+        if self._records:
+            return RECORDINGS
         return self._streams.setdefault(torch.cpu.current_stream(), len(self._streams))
+
+    def _emptied(self) -> None:
+        if self._history is not None:
+            self._history.emptied.append(len(self._history.changes))
+
+    @contextmanager
+    def _recording(self) -> Iterator[None]:
+        """A CUDA graph is recorded on a stream of its own, with a workspace for cuBLAS there; ``torch.cuda.graph`` empties the cache."""
+        self._emptied()
+        self._records = True
+        try:
+            yield
+        finally:
+            self._records = False
 
     def is_on_host(self, tensor: Tensor) -> bool:
         """Whether it would be; of a DTensor, this rank's part."""
@@ -125,7 +144,7 @@ class Gpu:
         """An operator has run: what it took besides its results, and what it cost."""
         if func.overloadpacket in _PRODUCTS and not self._to_host:
             self._use_cublas()
-        taken = {next(self._numbers): Block(nbytes) for nbytes in scratch_bytes(func, args)}
+        taken = {next(self._numbers): self._beside(nbytes) for nbytes in scratch_bytes(func, args)}
         for number, block in taken.items():
             self._came(number, block)
         for number in taken:
@@ -136,10 +155,14 @@ class Gpu:
     def _use_cublas(self) -> None:
         """torch allocates a workspace for each handle and stream, and each thread has a handle: forward's, and autograd's for the device
         (``getCurrentCUDABlasHandle`` of aten/src/ATen/cuda/CublasHandlePool.cpp)."""
-        autograd = torch._C._current_graph_task_id() != -1
-        if autograd not in self._threads:
-            self._threads.add(autograd)
-            self._came(next(self._numbers), Block(self._device.cublas_workspace_bytes, OTHER))
+        where = torch._C._current_graph_task_id() != -1, self._records
+        if where not in self._threads:
+            self._threads.add(where)
+            self._came(next(self._numbers), self._beside(self._device.cublas_workspace_bytes, OTHER))
+
+    def _beside(self, nbytes: int, category: str = UNNAMED) -> Block:
+        """What is no tensor's."""
+        return Block(nbytes, category, stream=RECORDINGS if self._records else 0)
 
     def exchanged(self, func: Any, args: Any, out: Any) -> None:
         """A collective has been called."""

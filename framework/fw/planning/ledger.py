@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fw.meter.account import Block, History, Recorder, Rules, Site
 from fw.meter.devices import Device
-from fw.meter.planned import updates_by
+from fw.planned import updates_by
 from fw.planning.flags import Flags
 from fw.planning.gloo import Gloo
 from fw.planning.gpu import Gpu
@@ -42,6 +42,8 @@ from fw.planning.roofline import Exchange, Work, exchange, work
 from fw.planning.updates import Updates
 
 _aten, _prim = torch.ops.aten, torch.ops.prim
+_VALUES = {_aten._local_scalar_dense.default, _aten.item.default, _aten.is_nonzero.default}
+"""What Python asks for a value by; in inference mode none of these is made of others."""
 _PLAIN = (Tensor, FakeTensor, torch.nn.Parameter)
 
 
@@ -105,6 +107,10 @@ class Ledger(TorchDispatchMode):
     def on_host(self) -> AbstractContextManager[None]:
         """What is made within it is in host memory, which is another than a GPU's."""
         return self.gpu.on_host() if self.gpu is not None else nullcontext()
+
+    def blocks(self, category: str) -> list[Block]:
+        """Allocated now, of a category."""
+        return [block for block in self._live.values() if block.category == category]
 
     def block_of(self, tensor: Tensor) -> Block | None:
         """What a tensor lies in; None where that is not the ledger's."""
@@ -172,8 +178,9 @@ class Ledger(TorchDispatchMode):
             raise Touched(f"{func} takes what was to be left alone")
         if func is _aten.equal.default:
             return True
-        if func is _aten._local_scalar_dense.default and getattr(args[0], "constant", None) is None:  # else it is known
-            return _value(args[0].dtype, self._flags.of(args[0]))
+        if func in _VALUES and getattr(args[0], "constant", None) is None:  # else it is known
+            value = _value(args[0].dtype, self._flags.of(args[0]))
+            return bool(value) if func is _aten.is_nonzero.default else value
         if self._real_integers and _is_about_integers(func, args, kwargs):
             with unset_fake_temporarily():
                 return func(*args, **kwargs)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Sequence
+from collections import defaultdict, deque
+from collections.abc import Sequence, Set
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -14,6 +14,7 @@ from fw.meter.document import RankMemory
 from fw.meter.speeds import Speeds
 from fw.meter.step_memory import OTHER
 from fw.planning.caching_allocator import CachingAllocator
+from fw.planning.gpu import RECORDINGS
 from fw.planning.nccl import communicators_bytes
 from fw.planning.roofline import step_time
 from fw.planning.trace import RankTrace
@@ -42,9 +43,17 @@ def on_gpu(rank: int, trace: RankTrace, device: Device, imported_bytes: int) -> 
     Args:
         imported_bytes: of the host, for a process that has loaded the same libraries.
     """
-    peaks = allocator_peaks(trace.histories)
-    driver = peaks.reserved + device.context_bytes + communicators_bytes(trace.groups)
     found = RankMemory.of_steps(rank, trace.steps, imported_bytes + trace.host_bytes)
+    return with_allocator(found, allocator_peaks(trace.histories), device, trace.groups)
+
+
+def with_allocator(found: RankMemory, peaks: AllocatorPeaks, device: Device, groups: Set[tuple[int, ...]]) -> RankMemory:
+    """What tensors take, and what allocator and driver do for them.
+
+    Args:
+        groups: of ranks that exchange something.
+    """
+    driver = peaks.reserved + device.context_bytes + communicators_bytes(groups)
     rounding = max(0, peaks.allocated - found.allocated_peak)
     at_peak = {**found.at_peak, OTHER: found.at_peak.get(OTHER, 0) + rounding}
     most = {**found.most, OTHER: max(found.most.get(OTHER, 0), at_peak[OTHER])}
@@ -76,10 +85,13 @@ class AllocatorPeaks(NamedTuple):
     allocated: int
 
 
-def allocator_peaks(histories: Sequence[History]) -> AllocatorPeaks:
+def allocator_peaks(histories: Sequence[History], loading: History | None = None) -> AllocatorPeaks:
     """Of stretches of one program, one after another.
 
     What comes and goes between two stretches is known by what is there when the next begins; in which order it came, not.
+
+    Args:
+        loading: what was before the first, which counts for what it leaves; then all others are what peaks are of.
     """
     allocators: defaultdict[int, CachingAllocator] = defaultdict(CachingAllocator)  # for each stream, what no other is given
     live: dict[Block, None] = {}
@@ -98,15 +110,30 @@ def allocator_peaks(histories: Sequence[History]) -> AllocatorPeaks:
         reserved, allocated = reserved + allocator.reserved_bytes, allocated + allocator.allocated_bytes
         reserved_peak, allocated_peak = max(reserved_peak, reserved), max(allocated_peak, allocated)
 
-    for number, history in enumerate(histories):
+    def empty_caches() -> None:
+        nonlocal reserved
+        for stream, allocator in allocators.items():
+            if stream != RECORDINGS:
+                reserved -= allocator.reserved_bytes
+                allocator.empty_cache()
+                reserved += allocator.reserved_bytes
+
+    for number, history in enumerate(histories if loading is None else [loading, *histories]):
         if number == 1:
-            allocated_peak = 0
+            allocated_peak = 0 if loading is None else allocated
+            reserved_peak = reserved_peak if loading is None else reserved
         before = set(history.before)
         for block in [block for block in live if block not in before]:
             change(block, -1)
         for block in history.before:
             if block not in live:
                 change(block, 1)
-        for block, sign in history.changes:
+        emptied = deque(history.emptied)
+        for count, (block, sign) in enumerate(history.changes):
+            while emptied and emptied[0] <= count:
+                emptied.popleft()
+                empty_caches()
             change(block, sign)
+        for _ in emptied:
+            empty_caches()
     return AllocatorPeaks(reserved_peak, allocated_peak)

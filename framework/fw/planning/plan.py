@@ -20,8 +20,8 @@ from fw.meter.detail import Detail
 from fw.meter.devices import Device, find, of_product
 from fw.meter.document import MemoryDocument, RankMemory
 from fw.meter.memory import held_bytes
-from fw.meter.planned import PlannedGPU, planning_for
 from fw.meter.speeds import Speeds
+from fw.planned import PlannedGPU, planning_for
 from fw.planning.alike import ranks_alike
 from fw.planning.on_gpu import check_plannable, on_gpu, slowest_step
 from fw.planning.phases import with_phases

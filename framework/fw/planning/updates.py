@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fw.meter.account import Block, History, Site
-from fw.meter.planned import Update
+from fw.planned import Update
 
 
 class _Done(NamedTuple):

@@ -13,6 +13,7 @@ from fw.kinds import KINDS
 from fw.kinds.kv_cache import KVCachePlugin
 from fw.kinds.offload import OffloadPolicy
 from fw.kinds.quantization import QuantizationPlugin
+from fw.planned import planned_gpu
 from fw.recipe import rules
 from fw.recipe.choosing import check_sections, choose, load_plugins, options_in, with_defaults
 
@@ -63,7 +64,8 @@ def resolve_inference(config: Config) -> InferenceRecipe:
     named = {name: [(pick.name, made[name])] for name, (pick,) in chosen.items()}
     rules.check(named, config)
     options = fill(InferenceSection, config, (INFERENCE,), options_in(config, INFERENCE), root)
-    options = options.filled(options.device.startswith("cuda") or (options.device == "auto" and torch.cuda.is_available()))
+    gpu_there = torch.cuda.is_available() or planned_gpu() is not None
+    options = options.filled(options.device.startswith("cuda") or (options.device == "auto" and gpu_there))
     offload = made[OFFLOAD].policy()
     _check_offload(config, offload, options)
     return InferenceRecipe(config, made[kind.name], offload, made.get(QUANTIZATION), options, rules.advice(named))

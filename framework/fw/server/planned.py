@@ -50,12 +50,13 @@ def main() -> NoReturn:
 
 
 def _run(connection: Connection[Any, Any]) -> None:
-    from fw.planning.generation import plan_generation
+    from fw.planning.generation import gpu_here, plan_generation
     from fw.recipe.inference import resolve_inference
 
     begin: Begin = connection.recv()
-    rank = plan_generation(begin.path, resolve_inference(begin.config), begin.adapter).largest
+    recipe = resolve_inference(begin.config)
+    rank = plan_generation(begin.path, recipe, begin.adapter, gpu_here(recipe)).largest
     peak = rank.at_peak
     weights, kv = peak.get("parameters", 0), peak.get("kv", 0)
-    connection.send({"weights": weights, "kv": kv, "step": sum(peak.values()) - weights - kv, "all": rank.host_peak})
+    connection.send({"weights": weights, "kv": kv, "step": sum(peak.values()) - weights - kv, "all": rank.driver_peak or rank.host_peak})
     connection.recv()  # until it is let go

@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fw.api import capability_of, on_gpu
+
 
 def attend(
     q_QNH: Tensor,
@@ -57,8 +59,8 @@ def _seen(of_Q: Tensor, positions_L: Tensor, window: int | None, sinks: int) -> 
 
 
 def _flash_takes(x: Tensor) -> bool:
-    halves = x.is_cuda and x.dtype in (torch.float16, torch.bfloat16)
-    return halves and x.shape[-1] % 8 == 0 and x.shape[-1] <= 256 and torch.cuda.get_device_capability(x.device) >= (8, 0)
+    halves = on_gpu(x) and x.dtype in (torch.float16, torch.bfloat16)
+    return halves and x.shape[-1] % 8 == 0 and x.shape[-1] <= 256 and (capability_of(x.device) or (0, 0)) >= (8, 0)
 
 
 def _flash(q_NQH: Tensor, k_KLH: Tensor, v_KLH: Tensor, scale: float) -> Tensor:

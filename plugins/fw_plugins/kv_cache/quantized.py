@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-from fw.api import KVCache, KVCachePlugin, KVNeeds, KVShape, UserError
+from fw.api import KVCache, KVCachePlugin, KVNeeds, KVShape, UserError, capability_of
 from fw_plugins.kv_cache.in_blocks import CacheInBlocks
 from fw_plugins.kv_cache.keeping import Float8, Int4, Int8, Keeping
 from fw_plugins.kv_cache.paged import PagedConfig, pool_for, whole_blocks
@@ -41,7 +41,7 @@ class Quantized(KVCachePlugin):
 
     def _keeping(self, dtype: torch.dtype, device: torch.device | None = None) -> Keeping:
         if self.config.to == "fp8":
-            if device is not None and (device.type != "cuda" or torch.cuda.get_device_capability(device) < _FP8_SINCE):
+            if device is not None and (capability_of(device) or (0, 0)) < _FP8_SINCE:
                 raise UserError("kv_cache.to: fp8 needs a GPU of compute capability 8.9 or more; int8 takes as little, anywhere")
             return Float8(dtype)
         return {"int8": Int8, "int4": Int4}[self.config.to](dtype, self.config.group)

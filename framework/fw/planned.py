@@ -7,7 +7,7 @@ torch what the GPU has; both are asked here.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -22,11 +22,15 @@ class PlannedGPU:
     Attributes:
         capability: major and minor.
         is_on_host: whether a tensor would be in host memory.
+        emptied: is told that the allocator gives back what it keeps and nobody uses.
+        recording: is entered while a CUDA graph is recorded, whose memory is its own.
     """
 
     name: str
     capability: tuple[int, int]
     is_on_host: Callable[[Tensor], bool]
+    emptied: Callable[[], None] = lambda: None
+    recording: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
 _planned: list[PlannedGPU] = []
@@ -51,6 +55,24 @@ def on_gpu(tensor: Tensor) -> bool:
     """Whether a tensor is, or would be, in a GPU's memory."""
     gpu = planned_gpu()
     return tensor.is_cuda if gpu is None else tensor.device.type != "meta" and not gpu.is_on_host(tensor)
+
+
+def is_gpu(device: torch.device) -> bool:
+    """Whether it is a GPU, or stands for one."""
+    return device.type == "cuda" or planned_gpu() is not None
+
+
+def capability_of(device: torch.device) -> tuple[int, int] | None:
+    """Of the GPU that ``device`` is, or stands for; None of the CPU."""
+    return gpu_capability(device) if (gpu := planned_gpu()) is None else gpu.capability
+
+
+def empty_cache() -> None:
+    """Give back what the GPU's allocator keeps and nobody uses, as ``torch.cuda.empty_cache`` does."""
+    if (gpu := planned_gpu()) is not None:
+        gpu.emptied()
+    else:
+        torch.cuda.empty_cache()
 
 
 class Update(Protocol):
