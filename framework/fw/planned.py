@@ -54,7 +54,7 @@ def planned_gpu() -> PlannedGPU | None:
 def on_gpu(tensor: Tensor) -> bool:
     """Whether a tensor is, or would be, in a GPU's memory."""
     gpu = planned_gpu()
-    return tensor.is_cuda if gpu is None else tensor.device.type != "meta" and not gpu.is_on_host(tensor)
+    return tensor.is_cuda or (gpu is not None and tensor.device.type != "meta" and not gpu.is_on_host(tensor))
 
 
 def is_gpu(device: torch.device) -> bool:

@@ -97,12 +97,12 @@ def test_steps_begin_before_tokens_are_known(directory, settings, replay):
 
 def test_kernels_are_compiled_for_a_model_and_not_for_each_step(directory):
     """Of prompts of all lengths, and any number of sequences."""
-    from fw.kernels import gpu_attention, gpu_elementwise
+    from fw.kernels import triton_attention, triton_elementwise
 
     kernels = [
-        gpu_attention._attend,
-        gpu_attention._put_together,
-        *(gpu_elementwise.__dict__[name] for name in ("_keep", "_rotate", "_rms_norm")),
+        triton_attention.attend,
+        triton_attention.put_together,
+        *(triton_elementwise.__dict__[name] for name in ("keep", "rotate", "rms_norm")),
     ]
 
     def compiled() -> list[int]:

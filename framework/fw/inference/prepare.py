@@ -187,7 +187,7 @@ def _offload(recipe: InferenceRecipe, device: torch.device, ranks: Ranks) -> Off
         )
     if policy.params == "cpu" and not is_gpu(device):
         raise UserError("offload.params: cpu is where the model computes; nvme leaves weights in their files")
-    if policy.params != "device" and is_gpu(device):
+    if policy.params != "device" and (is_gpu(device) or device.type != "cpu"):
         raise UserError(
             f"offload.params: {policy.params} is for generating on a CPU so far; set inference.device: cpu, or offload.params: device"
         )

@@ -153,7 +153,7 @@ class SteadySteps:
 
     def record(self, pieces: Sequence[Piece]) -> None:
         """A step of one token of each, without what it takes to see that it can be."""
-        if self.refused is None:
+        if self.refused is None and len(pieces) <= _TOKENS_ON_GPU:
             self._recorded(((1, 1),) * len(pieces), pieces, None, warm=True)
 
     def _watched(self) -> bool:

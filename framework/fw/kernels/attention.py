@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fw.kernels.calls import Kernel
-from fw.planned import is_gpu
+from fw.planned import planned_gpu
 
 Kind = Literal["fp32", "bf16", "int8", "int4"]
 _KINDS: dict[str, int] = {"fp32": 0, "bf16": 1, "int8": 2, "int4": 3}
@@ -48,7 +48,7 @@ _KEEP = Kernel("fw_keep", [ctypes.c_void_p] * 3 + [ctypes.c_long] * 8)
 
 def available(computed: torch.dtype, device: torch.device) -> bool:
     """Whether the kernels can be had on this machine for queries, keys and values that are computed so."""
-    return computed in _COMPUTED and not is_gpu(device) and _ATTEND.available
+    return computed in _COMPUTED and device.type == "cpu" and planned_gpu() is None and _ATTEND.available
 
 
 def keep(x_TKH: Tensor, slots_T: Tensor, kept_CKSR: Tensor, rows: Rows) -> None:

@@ -39,7 +39,7 @@ def _on_cpu(*tensors: Tensor) -> bool:
 
 
 def _on_gpu(*tensors: Tensor) -> bool:
-    return on_gpu(tensors[0]) and _generating() and all(type(x) in _PLAIN for x in tensors) and gpu.takes(*tensors)
+    return _generating() and on_gpu(tensors[0]) and all(type(x) in _PLAIN for x in tensors) and gpu.takes(*tensors)
 
 
 def rms_norm(x_D: Tensor, weight_D: Tensor, eps: float, *, shifted: bool = False) -> Tensor | None:

@@ -66,10 +66,10 @@ class _None:
 _NONE = _None()
 
 
-def kernels(of: str) -> Any:
-    """Those in Triton: of ``attention`` or ``elementwise``, each to be started as ``kernel[grid](…)``. In a plan, whose tensors have no
-    bytes, they do nothing. Importing them takes longer than a laptop should wait."""
-    return _compiled(of) if planned_gpu() is None else _NONE
+def kernels(of: str, given: Tensor) -> Any:
+    """Those in Triton: of ``attention`` or ``elementwise``, each to be started as ``kernel[grid](…)``. Of tensors that stand for a GPU's in
+    a plan they compute nothing. Importing them takes longer than a laptop should wait."""
+    return _NONE if planned_gpu() is not None and not given.is_cuda else _compiled(of)
 
 
 @functools.cache

@@ -70,7 +70,7 @@ def attend_blocks(
         sequences: those of few tokens, and the others.
         sinks: positions from the first on that are seen in spite of the window.
     """
-    kernels = gpu.kernels("attention")
+    kernels = gpu.kernels("attention", q_TNH)
     tokens, heads, dim = q_TNH.shape
     kv_heads, size = keys_CKSR.shape[1:3]
     out_TNH = torch.empty((tokens, heads, dim), dtype=q_TNH.dtype, device=q_TNH.device)

@@ -16,8 +16,8 @@ _PART = 1024
 """Numbers that a program of an elementwise kernel computes."""
 
 
-def _kernels() -> Any:
-    return gpu.kernels("elementwise")
+def _kernels(given: Tensor) -> Any:
+    return gpu.kernels("elementwise", given)
 
 
 def rms_norm(x_D: Tensor, weight_D: Tensor, eps: float, shifted: bool) -> Tensor:
@@ -28,7 +28,7 @@ def rms_norm(x_D: Tensor, weight_D: Tensor, eps: float, shifted: bool) -> Tensor
     if x_D.numel():
         block = gpu.power_of_two(size)
         warps = min(16, max(1, block // 512))
-        _kernels().rms_norm[(x_D.numel() // size,)](x_D, weight_D, y_D, size, eps, SHIFTED=shifted, BLOCK=block, num_warps=warps)
+        _kernels(x_D).rms_norm[(x_D.numel() // size,)](x_D, weight_D, y_D, size, eps, SHIFTED=shifted, BLOCK=block, num_warps=warps)
     return y_D
 
 
@@ -39,7 +39,9 @@ def rotate(x_TNH: Tensor, cos_TH: Tensor, sin_TH: Tensor) -> Tensor:
     y_TNH = torch.empty((tokens, heads, size), dtype=x_TNH.dtype, device=x_TNH.device)
     if x_TNH.numel():
         block = gpu.power_of_two(size // 2)
-        _kernels().rotate[(tokens, heads)](x_TNH, cos_TH, sin_TH, y_TNH, x_TNH.stride(0), heads, HALF=size // 2, BLOCK=block, num_warps=1)
+        _kernels(x_TNH).rotate[(tokens, heads)](
+            x_TNH, cos_TH, sin_TH, y_TNH, x_TNH.stride(0), heads, HALF=size // 2, BLOCK=block, num_warps=1
+        )
     return y_TNH
 
 
@@ -51,7 +53,7 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     size = gate.shape[-1]
     if y.numel():
         steps = (gate.stride(-2), up.stride(-2)) if gate.dim() > 1 else (0, 0)
-        _kernels().silu_mul[(y.numel() // size, gpu.parts(size, _PART))](gate, up, y, size, *steps, BLOCK=_PART)
+        _kernels(gate).silu_mul[(y.numel() // size, gpu.parts(size, _PART))](gate, up, y, size, *steps, BLOCK=_PART)
     return y
 
 
@@ -68,4 +70,4 @@ def keep(k_TKR: Tensor, v_TKR: Tensor, slots_T: Tensor, keys_CKSR: Tensor, value
         block = gpu.power_of_two(row)
         steps = (k_TKR.stride(0), v_TKR.stride(0))
         grid = (tokens, heads)
-        _kernels().keep[grid](k_TKR, v_TKR, slots_T, keys_CKSR, values_CKSR, *steps, row, size, HEADS=heads, BLOCK=block, num_warps=1)
+        _kernels(k_TKR).keep[grid](k_TKR, v_TKR, slots_T, keys_CKSR, values_CKSR, *steps, row, size, HEADS=heads, BLOCK=block, num_warps=1)

@@ -24,6 +24,7 @@ class Graph:
     """
 
     def __init__(self, compute: Callable[[], Tensor], pool: Any) -> None:
+        self._graph: torch.cuda.CUDAGraph | None = None
         if (planned := planned_gpu()) is not None:
             with planned.recording():
                 self.result = compute()
@@ -39,5 +40,5 @@ class Graph:
 
     def play(self) -> None:
         """Again, of what is in the inputs now."""
-        if planned_gpu() is None:
+        if self._graph is not None:
             self._graph.replay()

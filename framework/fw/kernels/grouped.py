@@ -55,7 +55,8 @@ class GroupedLinear(PackedLinear):
         """Whether the kernel does: groups of an even number of inputs, on the CPU."""
         inputs = codes.codes.shape[1] * (1 if codes.numbers is None else 2)
         groups = codes.scale_OG.shape[1]
-        return not on_gpu(codes.codes) and not inputs % groups and not inputs // groups % 2
+        here = codes.codes.is_cpu and not on_gpu(codes.codes)
+        return here and not inputs % groups and not inputs // groups % 2
 
     @property
     def kind(self) -> int:  # type: ignore[override]

@@ -13,14 +13,26 @@ from typing import Any
 import yaml
 
 from fw import config as configuration
-from fw.config import InferenceSection, LaunchSection, MemorySection, ServeSection, TrainSection, format_size, options_of, overridden
+from fw.config import (
+    Config,
+    InferenceSection,
+    LaunchSection,
+    MemorySection,
+    ServeSection,
+    TrainSection,
+    format_size,
+    options_of,
+    overridden,
+)
 from fw.errors import UserError, did_you_mean
 from fw.kinds import KINDS, plugin_class
 from fw.kinds.model import ModelPlugin
 from fw.locate import CONFIG, inside
 from fw.meter.devices import find
 from fw.planning import ask
+from fw.planning.generation import gpu_here
 from fw.planning.plan import CPU
+from fw.recipe.inference import resolve_inference
 from fw.registry import entries
 
 TASKS = {
@@ -221,7 +233,10 @@ def _serving(wanted: Wanted) -> Begun:
         raise UserError(f"--model: {path} holds no model")
     if wanted.model in {entry.name for entry in entries(ModelPlugin.kind)}:
         raise UserError(f"--model: {wanted.model} has initial values only; give a directory or org/name")
-    gpu = None if wanted.device in (None, CPU) else find(wanted.device or "", CPU)
+    if wanted.device is None:
+        gpu = gpu_here(resolve_inference(Config("init", {}, {})))
+    else:
+        gpu = None if wanted.device == CPU else find(wanted.device, CPU)
     inference: dict[str, Any] = {} if wanted.device is None else {"device": CPU if gpu is None else "cuda"}
     inference["dtype"] = "bf16" if gpu is None or "bfloat16" in gpu.peak_flops else "fp16"
     if wanted.budget:

@@ -24,7 +24,7 @@ from fw.errors import UserError
 from fw.inference.cached import Piece
 from fw.inference.collective import Group
 from fw.inference.divided import Ranks, Several
-from fw.inference.prepare import OverCache, Prepared, prepare
+from fw.inference.prepare import OverCache, Prepared, device_of, prepare
 from fw.inference.ranks import OPTION
 from fw.inference.sampling import gathered
 from fw.inference.steady import sizes_on_gpu
@@ -49,12 +49,12 @@ from fw.planning.around_steps import filling, highest, read_bytes
 from fw.planning.caching_allocator import LARGE_SEGMENT
 from fw.planning.ledger import Ledger
 from fw.planning.on_gpu import allocator_peaks, with_allocator
-from fw.planning.plan import host_memory
+from fw.planning.plan import CPU, host_memory
 from fw.pretrained.division import Division
 from fw.pretrained.load import structure
 from fw.recipe.inference import InferenceRecipe
 
-_CPU = torch.device("cpu")
+_CPU = torch.device(CPU)
 _MARGINS = (0, LARGE_SEGMENT, 2 * LARGE_SEGMENT, 4 * LARGE_SEGMENT)
 """Left when a budget is divided again: where caches are smaller, a GPU's allocator may keep as many segments for them."""
 
@@ -74,6 +74,8 @@ def plan_generation(
         UserError: as generating would.
     """
     if gpu is None:
+        if device_of(recipe.inference.device).type != CPU:
+            raise UserError(f"inference.device: {recipe.inference.device} is not what the plan is for; set it to cpu")
         return _divided(path, recipe, adapter, gpu)
     with planning_for(PlannedGPU(gpu.name, gpu.compute_capability, lambda tensor: False)):
         return _divided(path, recipe, adapter, gpu)
@@ -85,16 +87,19 @@ def gpu_here(recipe: InferenceRecipe) -> Device | None:
     Raises:
         UserError: there is none, or one that is not known.
     """
-    wanted = recipe.inference.device
-    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+    device = device_of(recipe.inference.device)
+    if device.type == CPU:
         return None
-    if not torch.cuda.is_available():
-        raise UserError(f"inference.device: {wanted}: no GPU is here; say which one is meant with --device, or set it to cpu")
-    product = torch.cuda.get_device_name(torch.device(wanted if wanted != "auto" else "cuda"))
+    if device.type != "cuda" or (device.index or 0) >= torch.cuda.device_count():
+        raise UserError(f"inference.device: {device}: what generating takes is planned for the CPU and for GPUs that are there")
+    product = torch.cuda.get_device_name(device)
     known = of_product(product)
     if known is None:
-        raise UserError(f"inference.device: {wanted}: nothing is known of {product} to plan for; describe it in a YAML file for --device")
-    return replace(known, memory_bytes=torch.cuda.get_device_properties(0).total_memory)
+        raise UserError(
+            f"inference.device: {device}: nothing is known of {product} to plan with; give inference.kv_budget instead of inference.budget,"
+            " or fw plan a YAML file as --device that describes it"
+        )
+    return replace(known, memory_bytes=torch.cuda.get_device_properties(device).total_memory)
 
 
 def _divided(path: str | Path, recipe: InferenceRecipe, adapter: str | Path | None, gpu: Device | None) -> MemoryDocument:
@@ -104,7 +109,8 @@ def _divided(path: str | Path, recipe: InferenceRecipe, adapter: str | Path | No
         assert generation is not None
         room = generation.kv_budget - margin
         least = generation.token_bytes * recipe.kv_cache.kept_tokens(2, recipe.inference.prompt_share)
-        if found.fits or recipe.inference.kv_budget or not generation.largest_context or room < least:
+        taken_at_once = gpu is not None and not recipe.inference.budget  # whether that fits or not
+        if found.fits or taken_at_once or recipe.inference.kv_budget or not generation.largest_context or room < least:
             break
         found = _planned(path, _with_room(recipe, room), adapter, gpu)
     return found
@@ -119,7 +125,7 @@ def within_budget(path: str | Path, recipe: InferenceRecipe, adapter: str | Path
     options = recipe.inference
     if not options.budget:
         return recipe
-    found = plan_generation(path, recipe, adapter, gpu_here(recipe))
+    found = plan_generation(path, recipe, adapter, gpu := gpu_here(recipe))
     generation, parts = found.generation, found.largest.at_peak
     assert generation is not None
     if not found.fits:
@@ -127,11 +133,13 @@ def within_budget(path: str | Path, recipe: InferenceRecipe, adapter: str | Path
         kept = (
             f"of inference.kv_budget, {options.kv_budget}" if options.kv_budget else f"{generation.token_bytes:,.0f} bytes for each token"
         )
+        fewer = "keep weights in fewer bits (inference.weights, quantization), or leave some in their files (offload.params=nvme)"
+        of_gpu = f" of the {format_size(found.budget or 0)} that {gpu.name} has" if gpu is not None else ""
         raise UserError(
-            f"inference.budget: {options.budget} is too small: weights and a step take {besides}, and keys and values come besides, {kept};"
-            " raise it, keep weights in fewer bits (inference.weights, quantization), or leave some in their files (offload.params=nvme)"
+            f"inference.budget: {options.budget}{of_gpu} is too small: weights and a step take {besides}, and keys and values come besides,"
+            f" {kept}; raise it, {'or keep weights in fewer bits (quantization)' if gpu is not None else f'{fewer}'}"
         )
-    return _with_room(recipe, parts["kv"])
+    return _with_room(recipe, parts.get("kv", 0))
 
 
 def _with_room(recipe: InferenceRecipe, kv_bytes: int) -> InferenceRecipe:
@@ -163,8 +171,9 @@ def _of_rank(path: str | Path, recipe: InferenceRecipe, adapter: str | Path | No
         if gpu is not None:
             with _step_of(prepared, ledger, kept) as found:
                 *others, largest = sizes_on_gpu(options.max_sequences)
-                warm_up(prepared.own.runner, prepared.own.cache, prepared.own.context, [largest])
-                record(prepared.own.runner, prepared.own.cache, others)
+                for each in _models(prepared):
+                    warm_up(each.runner, each.cache, each.context, [largest])
+                    record(each.runner, each.cache, others)
             steps.append(found.history)
         with _step_of(prepared, ledger, kept) as found:
             pieces = _worst_step(prepared, recipe)

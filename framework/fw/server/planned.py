@@ -58,5 +58,12 @@ def _run(connection: Connection[Any, Any]) -> None:
     rank = plan_generation(begin.path, recipe, begin.adapter, gpu_here(recipe)).largest
     peak = rank.at_peak
     weights, kv = peak.get("parameters", 0), peak.get("kv", 0)
-    connection.send({"weights": weights, "kv": kv, "step": sum(peak.values()) - weights - kv, "all": rank.driver_peak or rank.host_peak})
+    connection.send(
+        {
+            "weights": weights,
+            "kv": kv,
+            "step": sum(peak.values()) - weights - kv,
+            "all": rank.reserved_peak if rank.driver_peak else rank.host_peak,
+        }
+    )
     connection.recv()  # until it is let go
