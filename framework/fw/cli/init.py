@@ -16,6 +16,7 @@ EXAMPLES = """examples:
   fw init --task qlora --model meta-llama/Llama-3.1-8B --device rtx4090 --data 'my/chats.jsonl' --to mine.yaml
   fw init --task pretrain --model llama3.1-8b --device h100-80gb --ranks 8 --length 8192
   fw init --task serve --model runs/quickstart --device cpu --budget 2GiB
+  fw init --task serve --model meta-llama/Llama-3.1-8B --device rtx4090
   fw init --task lora --model runs/quickstart --device cpu --json"""
 
 
