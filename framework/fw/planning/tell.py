@@ -76,8 +76,9 @@ def phases(document: MemoryDocument) -> list[str]:
 def _which(document: MemoryDocument) -> str:
     if document.world_size == 1:
         return "rank 0"
-    alike = all(rank.at_peak == document.largest.at_peak for rank in document.per_rank)
-    return "every rank" if alike else f"rank {document.largest.rank}, most"
+    largest = document.largest  # of thousands
+    alike = all(rank.at_peak == largest.at_peak for rank in document.per_rank)
+    return "every rank" if alike else f"rank {largest.rank}, most"
 
 
 def verdict(document: MemoryDocument) -> str:
