@@ -12,6 +12,7 @@ from fw.config.origin import Origin
 from fw.config.size import parse_size
 from fw.config.yaml_source import read_file
 from fw.errors import UserError, did_you_mean
+from fw.planned import PlannedGPU
 
 DTYPES = ("float32", "tf32", "bfloat16", "float16", "float8")
 """What peaks are known by; ``float32`` is without TF32."""
@@ -170,6 +171,11 @@ def of_product(product: str) -> Device | None:
     Its memory may be of another size. None where no device is known by that name.
     """
     return next((DEVICES[name] for part, name in _PRODUCTS.items() if part in product), None)
+
+
+def on_device(device: Device) -> PlannedGPU:
+    """For whoever is asked before there are tensors."""
+    return PlannedGPU(device.name, device.compute_capability, lambda tensor: False)
 
 
 def _read(file: Path) -> Device:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from fw.config import Config, overridden
 from fw.errors import UserError
-from fw.meter.devices import find
+from fw.meter.devices import find, on_device
 from fw.meter.document import MemoryDocument
-from fw.planned import PlannedGPU, planning_for
+from fw.planned import planning_for
 from fw.planning import fitted, profile as measuring
 from fw.planning.generation import gpu_here, plan_generation
 from fw.planning.page import page
@@ -86,7 +86,7 @@ def plan(config: str | Path | Config, *overrides: str, world_size: int | None = 
         recipe = resolve_inference(given)
         return Memory.of(plan_generation(config, recipe, gpu=gpu_here(recipe)), "planned")
     gpu = find(device, CPU)
-    with planning_for(PlannedGPU(gpu.name, gpu.compute_capability, lambda tensor: False)):
+    with planning_for(on_device(gpu)):
         recipe = resolve_inference(given)
     if recipe.inference.device == CPU:
         raise UserError(f"{given.origin(('inference', 'device'))}: inference.device: cpu, and --device asks what it takes on {device}")

@@ -40,11 +40,11 @@ from fw.kinds.model import CausalLM
 from fw.kinds.offload import OffloadPolicy
 from fw.kinds.quantization import QuantizationPlugin
 from fw.meter.account import Block, Recorder
-from fw.meter.devices import Device, of_product
+from fw.meter.devices import Device, of_product, on_device
 from fw.meter.document import Generation, MemoryDocument, PhaseMemory, RankMemory
 from fw.meter.memory import held_bytes
 from fw.meter.step_memory import BUFFERS, COMPONENT_OF, KV, OTHER, RULES, WEIGHTS
-from fw.planned import PlannedGPU, planning_for
+from fw.planned import planning_for
 from fw.planning.around_steps import filling, highest, read_bytes
 from fw.planning.caching_allocator import LARGE_SEGMENT
 from fw.planning.ledger import Ledger
@@ -64,7 +64,7 @@ def plan_generation(
 ) -> MemoryDocument:
     """Predict what a model takes that generates: weights as they are kept, a step, on a GPU all that it records, and keys and values of
     ``inference.max_sequences`` sequences of ``inference.max_context`` tokens, or as many as ``inference.kv_budget`` holds, or as
-    ``inference.budget`` or the device leaves room for.
+    ``inference.budget`` leaves room for; on a GPU without either, as much as is taken there at once.
 
     Args:
         path: as for :class:`fw.LLM`; of a directory, its config.json is enough where no weights are to stay in files.
@@ -77,7 +77,7 @@ def plan_generation(
         if device_of(recipe.inference.device).type != CPU:
             raise UserError(f"inference.device: {recipe.inference.device} is not what the plan is for; set it to cpu")
         return _divided(path, recipe, adapter, gpu)
-    with planning_for(PlannedGPU(gpu.name, gpu.compute_capability, lambda tensor: False)):
+    with planning_for(on_device(gpu)):
         return _divided(path, recipe, adapter, gpu)
 
 
@@ -134,9 +134,8 @@ def within_budget(path: str | Path, recipe: InferenceRecipe, adapter: str | Path
             f"of inference.kv_budget, {options.kv_budget}" if options.kv_budget else f"{generation.token_bytes:,.0f} bytes for each token"
         )
         fewer = "keep weights in fewer bits (inference.weights, quantization), or leave some in their files (offload.params=nvme)"
-        of_gpu = f" of the {format_size(found.budget or 0)} that {gpu.name} has" if gpu is not None else ""
         raise UserError(
-            f"inference.budget: {options.budget}{of_gpu} is too small: weights and a step take {besides}, and keys and values come besides,"
+            f"inference.budget: {options.budget} is too small: weights and a step take {besides}, and keys and values come besides,"
             f" {kept}; raise it, {'or keep weights in fewer bits (quantization)' if gpu is not None else f'{fewer}'}"
         )
     return _with_room(recipe, parts.get("kv", 0))

@@ -17,11 +17,11 @@ from fw.config import Config, LoaderSection
 from fw.errors import UserError
 from fw.kinds.data import Say
 from fw.meter.detail import Detail
-from fw.meter.devices import Device, find, of_product
+from fw.meter.devices import Device, find, of_product, on_device
 from fw.meter.document import MemoryDocument, RankMemory
 from fw.meter.memory import held_bytes
 from fw.meter.speeds import Speeds
-from fw.planned import PlannedGPU, planning_for
+from fw.planned import planning_for
 from fw.planning.alike import ranks_alike
 from fw.planning.on_gpu import check_plannable, on_gpu, slowest_step
 from fw.planning.phases import with_phases
@@ -66,7 +66,7 @@ def plan_recipe(recipe: Recipe, gpu: Device | None, speeds: Speeds | None = None
     Raises:
         UserError: the recipe does not fit its data or the device, or a plugin cannot be planned.
     """
-    with planning_for(PlannedGPU(gpu.name, gpu.compute_capability, lambda tensor: False)) if gpu is not None else nullcontext():
+    with planning_for(on_device(gpu)) if gpu is not None else nullcontext():
         return _plan(recipe, gpu, speeds, tell)
 
 
