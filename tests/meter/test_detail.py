@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 
 import torch
@@ -126,3 +127,15 @@ def test_blocks_know_site_and_line_and_the_bytes_are_the_same():
     assert block.nbytes == kept.nbytes and block.address == kept.data_ptr()
     assert block.line.endswith(f"test_detail.py:{inner.__code__.co_firstlineno + 1}, in inner")
     assert found.peak_bytes == plain.peak_bytes and not plain.history.left[0].line
+
+
+def test_garbage_of_before_is_nobodys():
+    """What only a collection finds is freed before anything is counted, not in between."""
+    with allocations(CPU):  # torch's profiler knows the size of what was allocated while it recorded, and tells its end later
+        cycle = [torch.empty(1000)]
+        cycle.append(cycle)
+    del cycle
+    with allocations(CPU) as found:
+        kept = torch.empty(10)
+        gc.collect()
+    assert found.left_bytes == found.peak_bytes == kept.nbytes

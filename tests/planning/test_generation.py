@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import mmap
 import shutil
@@ -47,7 +46,6 @@ def most(history, files: frozenset[int] = frozenset()) -> int:
 
 def measured(directory, chosen, ranks=None) -> tuple[int, int]:
     """At most while it is loaded, and in a step of as many tokens as there may be, at the end of the context."""
-    gc.collect()
     with allocations(CPU, RULES) as loading:
         prepared = prepare(directory, chosen, None, print, ranks=ranks)
     own, options = prepared.own, chosen.inference
@@ -58,7 +56,6 @@ def measured(directory, chosen, ranks=None) -> tuple[int, int]:
         for at in range(0, own.context, options.prompt_share):
             assert own.cache.reserve(number, at, min(own.context, at + options.prompt_share))
         pieces.append(Piece(Stretch(number, own.context - length, length), [3] * length, range(length - 1, length)))
-    gc.collect()
     with allocations(CPU, RULES) as found:
         rows = own.runner.run(pieces)
         gathered([row[-1] for row in rows], range(len(rows)))

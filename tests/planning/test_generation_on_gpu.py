@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 from contextlib import contextmanager
 
@@ -66,7 +65,6 @@ def page_locked_elsewhere():
 
 def measured(directory, chosen) -> tuple[int, int]:
     """The program of a GPU, whose kernels compute nothing, in the CPU's memory: loading, and a step as a plan takes it to be worst."""
-    gc.collect()
     with as_on(H100), allocations(CPU, RULES) as loading:
         prepared = prepare(directory, chosen, None, print)
     own, options = prepared.own, chosen.inference
@@ -75,7 +73,6 @@ def measured(directory, chosen) -> tuple[int, int]:
     for number in range(options.max_sequences):
         assert own.cache.reserve(number, 0, own.context)
         pieces.append(Piece(Stretch(number, own.context - length, length), [3] * length, range(length - 1, length)))
-    gc.collect()
     with as_on(H100), page_locked_elsewhere(), allocations(CPU, RULES) as found:
         rows = own.runner.run(pieces)
         gathered([row[-1] for row in rows], range(len(rows)))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 from dataclasses import replace
 
 import pytest
@@ -162,7 +161,6 @@ def test_an_update_in_backward_is_the_same_and_keeps_no_gradients(plugin):
         norms, peaks, lefts = [], [], []
         for number, ids in enumerate(batches(4)):
             stepper.begin_step(0.5)
-            gc.collect()
             with allocations(CPU) as found:
                 stepper.backward(loss_of(net, ids[:1, :5]))
             if number:  # the first step makes the state

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import functools
+import gc
 import sysconfig
 from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager
@@ -148,13 +149,15 @@ def allocations(
 ) -> Iterator[Allocations]:
     """Record allocations on ``device`` while the context is open; what it gives is filled at the end.
 
-    The sums are of what was asked for, in the order of time: no rounding, no caching (profile_memory of torch.profiler).
+    The sums are of what was asked for, in the order of time: no rounding, no caching (profile_memory of torch.profiler). What is
+    garbage at the beginning is collected before, or a collection in between would free memory that the code has not taken.
 
     Args:
         lines: whether each is to know the line of Python that made it; the program is several times slower.
         earlier: what the process had before, and is left out.
     """
     rules = rules or Rules()
+    gc.collect()
     found = Allocations(device, earlier)
     # Shapes come with addresses, which say what is converted and what is exchanged.
     how: dict[str, Any] = {"profile_memory": True, "record_shapes": rules != Rules(), "with_stack": lines, "acc_events": True}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -134,7 +133,6 @@ class StepMeter:
     def step(self, inputs: Sequence[Tensor] = ()) -> Iterator[list[StepMemory]]:
         """Around a step on ``inputs``; the list has its one element at the end."""
         result: list[StepMemory] = []
-        gc.collect()
         with self._recording(self._device, RULES) as found:
             self._found, self._begun = found, False
             kept = self._stepper.kept()

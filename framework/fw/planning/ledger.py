@@ -6,6 +6,7 @@ tensors, and no element is computed. The ledger sees each storage that an operat
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -155,8 +156,9 @@ class Ledger(TorchDispatchMode):
 
     @contextmanager
     def recording(self, device: torch.device, rules: Rules) -> Iterator[Recorder]:
-        """Record what comes and goes; all tensors of a ledger are on one device."""
+        """Record what comes and goes, after garbage went; all tensors of a ledger are on one device."""
         assert self._recording is None, "one recording at a time"
+        gc.collect()
         self._backend.settle()
         self._recording, self._rules = _Recording(self._live), rules
         found = self._recording
