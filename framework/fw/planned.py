@@ -24,6 +24,7 @@ class PlannedGPU:
         is_on_host: whether a tensor would be in host memory.
         emptied: is told that the allocator gives back what it keeps and nobody uses.
         recording: is entered while a CUDA graph is recorded, whose memory is its own.
+        on_host: what is made within it is in host memory.
     """
 
     name: str
@@ -31,6 +32,7 @@ class PlannedGPU:
     is_on_host: Callable[[Tensor], bool]
     emptied: Callable[[], None] = lambda: None
     recording: Callable[[], AbstractContextManager[None]] = nullcontext
+    on_host: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
 _planned: list[PlannedGPU] = []

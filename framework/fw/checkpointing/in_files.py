@@ -3,7 +3,7 @@ them in its cache it gives up when others need it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from itertools import chain
 from pathlib import Path
@@ -24,15 +24,15 @@ from fw.kinds.offload import OffloadPolicy
 def found_in_files(model: CausalLM, filling: Filling) -> dict[str, Tensor]:
     """Views into the mapped files, by the model's own names: of matrices that are there as the model has them."""
     found = {}
-    for name, (tensor, of) in _matrices(model).items():
+    for name, (tensor, of) in matrices(model).items():
         mapped = filling.files.mapped(filling.names[of.name])
         if mapped is not None and mapped.dtype == tensor.dtype:
             found[name] = mapped.t() if of.transposed else mapped
     return found
 
 
-def _matrices(model: CausalLM) -> dict[str, tuple[Tensor, HFTensor]]:
-    """Those that files hold each by itself, by the model's own names; neither codes nor adapters."""
+def matrices(model: CausalLM) -> dict[str, tuple[Tensor, HFTensor]]:
+    """Of a model, those that files hold each by itself, by the model's own names; neither codes nor adapters."""
     found = {}
     apart = {name for weight in model.quantized.values() for name in weight.kept}
     if model.adapters is not None:
@@ -68,7 +68,7 @@ def frozen_in_files(model: CausalLM, weights: Path, policy: OffloadPolicy, optio
     try:
         found = found_in_files(model, weights_for(weights_of(weights), model))
     except UserError:
-        found = {name: tensor for name, (tensor, _) in _matrices(model).items()}
+        found = {name: tensor for name, (tensor, _) in matrices(model).items()}
     parameters = dict(model.named_parameters())
     frozen = {name: tensor for name, tensor in found.items() if not parameters[name].requires_grad}
     return _chosen(model, frozen, policy, weights, option)
@@ -76,22 +76,10 @@ def frozen_in_files(model: CausalLM, weights: Path, policy: OffloadPolicy, optio
 
 def _chosen(model: CausalLM, movable: dict[str, Tensor], policy: OffloadPolicy, directory: object, option: str) -> dict[str, Tensor]:
     every = model.stored()
-    for pattern in policy.modules:
-        if not any(_is_in(name, pattern) for name in every):
-            raise UserError(f"offload.modules: no parameter of the model is in '{pattern}' (there is {next(iter(every))}, for one)")
     if not movable:
-        dtypes = " and ".join(sorted({str(tensor.dtype).removeprefix("torch.") for tensor, _ in _matrices(model).values()}))
-        raise UserError(
-            f"{option}: nvme leaves matrices in files that hold each by itself and as the model computes with it"
-            f"{f' (here in {dtypes})' if dtypes else ''}, and {directory} holds none so; leave it out, or compute in the dtype of the files"
-        )
-    if policy.modules:
-        those = {name: tensor for name, tensor in movable.items() if any(_is_in(name, pattern) for pattern in policy.modules)}
-        if not those:
-            raise UserError(
-                f"offload.modules: nothing of {', '.join(policy.modules)} can stay in the files ({next(iter(movable))} can, for one)"
-            )
-        movable = those
+        matching(model, movable, policy)
+        raise none_in_files(model, directory, option)
+    movable = matching(model, movable, policy)
     if policy.budget is None:
         return movable
     sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in every.items()}
@@ -109,6 +97,31 @@ def _chosen(model: CausalLM, movable: dict[str, Tensor], policy: OffloadPolicy, 
     return movable
 
 
+def none_in_files(model: CausalLM, directory: object, option: str) -> UserError:
+    """That nothing can stay there, as ``option`` asks."""
+    dtypes = " and ".join(sorted({str(tensor.dtype).removeprefix("torch.") for tensor, _ in matrices(model).values()}))
+    return UserError(
+        f"{option}: nvme leaves matrices in files that hold each by itself and as the model computes with it"
+        f"{f' (here in {dtypes})' if dtypes else ''}, and {directory} holds none so; leave it out, or compute in the dtype of the files"
+    )
+
+
+def matching(model: CausalLM, movable: Mapping[str, Tensor], policy: OffloadPolicy) -> dict[str, Tensor]:
+    """Those that ``policy.modules`` allows to leave.
+
+    Raises:
+        UserError: a pattern that no parameter has; none is left of some.
+    """
+    every = model.stored()
+    for pattern in policy.modules:
+        if not any(_is_in(name, pattern) for name in every):
+            raise UserError(f"offload.modules: no parameter of the model is in '{pattern}' (there is {next(iter(every))}, for one)")
+    those = {name: tensor for name, tensor in movable.items() if not policy.modules or any(_is_in(name, p) for p in policy.modules)}
+    if movable and not those:
+        raise UserError(f"offload.modules: nothing of {', '.join(policy.modules)} can leave memory ({next(iter(movable))} can, for one)")
+    return those
+
+
 def _is_in(name: str, pattern: str) -> bool:
     return fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")
 
@@ -124,7 +137,9 @@ def _most_read_first(model: CausalLM, names: Iterable[str]) -> list[str]:
 
 def bring_ahead(model: CausalLM) -> None:
     """While a block computes, what the next one has in files is read, where it is not in memory: in a backward, the one before it. Of a
-    model that does not train the last block is followed by the first."""
+    model that does not train the last block is followed by the first. What goes to a GPU is brought there by :mod:`fw.checkpointing.streaming`."""
+    if model.elsewhere:
+        return
     mapped = {tensor.data_ptr() for tensor in model.in_files.values()}
     if not mapped:
         return

@@ -71,7 +71,7 @@ class Runner:
     """Runs a model that was built with :class:`ThroughCache`.
 
     Args:
-        replay: what can be recorded is, and made again without Python.
+        replay: what can be recorded is, and made again without Python; nothing of a model whose weights come from elsewhere.
         ranks: that divide the model's layers, and have been joined.
 
     Raises:
@@ -90,7 +90,11 @@ class Runner:
         self._model, self._cache, self._device, self._adapters = model, cache, device, adapters
         self._tied: tuple[Tensor, PlainLinear | None] | None = None
         self._ranks = ranks or Ranks()
-        recorded = replay and (self._ranks.ranks == 1 if is_gpu(device) else device.type == "cpu" and self._ranks.repeatable)
+        recorded = (
+            replay
+            and not model.elsewhere
+            and (self._ranks.ranks == 1 if is_gpu(device) else device.type == "cpu" and self._ranks.repeatable)
+        )
 
         def idle_hooks() -> int:
             return adapters.hooks + self._ranks.hooks

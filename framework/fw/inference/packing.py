@@ -65,11 +65,13 @@ def pack(model: CausalLM, weights: str, dtype: torch.dtype) -> int:
 
 
 def join(model: CausalLM) -> None:
-    """Compute plain layers on a GPU together that are given the same. Each one's weight goes as soon as it is part of another."""
+    """Compute plain layers on a GPU together that are given the same. Each one's weight goes as soon as it is part of another. Those whose
+    weights come from elsewhere stay as they are."""
+    apart = {id(model.get_parameter(name)) for name in model.elsewhere}
     wanted = [(module, names) for module in model.modules() for names in _SAME_INPUT if hasattr(module, names[0])]
     for module, names in wanted:
         layers: list[Any] = [getattr(module, name, None) for name in names]
-        if not gpu_linear.takes(layers):
+        if not gpu_linear.takes(layers) or any(id(layer.weight) in apart for layer in layers):
             continue
         for name, layer in zip(names, gpu_linear.joined(layers), strict=True):
             setattr(module, name, layer)

@@ -187,10 +187,8 @@ def _offload(recipe: InferenceRecipe, device: torch.device, ranks: Ranks) -> Off
         )
     if policy.params == "cpu" and not is_gpu(device):
         raise UserError("offload.params: cpu is where the model computes; nvme leaves weights in their files")
-    if policy.params != "device" and (is_gpu(device) or device.type != "cpu"):
-        raise UserError(
-            f"offload.params: {policy.params} is for generating on a CPU so far; set inference.device: cpu, or offload.params: device"
-        )
+    if policy.params != "device" and not is_gpu(device) and device.type != "cpu":
+        raise UserError(f"offload.params: {policy.params} is for CPUs and GPUs, and not for {device.type}; set offload.params: device")
     return policy
 
 

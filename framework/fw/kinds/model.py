@@ -216,6 +216,10 @@ class CausalLM(nn.Module):
     """Parameters that lie in mapped files, by name, chosen before the model leaves the meta device: nobody writes to them, and reading them
     may have to wait for a disk."""
 
+    elsewhere: Mapping[str, Tensor] = MappingProxyType({})
+    """Parameters that lie in host memory, or in :attr:`in_files`, while a GPU computes, by name: chosen before the model leaves the meta
+    device, and brought there block by block."""
+
     @property
     @abstractmethod
     def blocks(self) -> Sequence[nn.Module]:
@@ -339,13 +343,13 @@ class CausalLM(nn.Module):
 
     def materialise(self, device: torch.device) -> None:
         """Leave the meta device: storage for every buffer and parameter on ``device``, whose values come afterwards; parameters in files
-        are there."""
-        with left_out(self, self.in_files):
+        are there, and so are those that lie elsewhere."""
+        with left_out(self, {**self.in_files, **self.elsewhere}):
             self.to_empty(device=device)
 
     def stored(self) -> dict[str, Tensor]:
         """What has a value to keep, by the model's own names: parameters, those of adapters too, and buffers that training may change."""
-        return dict(self.named_parameters())
+        return {**dict(self.named_parameters()), **self.elsewhere}
 
     def base(self) -> dict[str, Tensor]:
         """Of :meth:`stored`, what the model has without adapters; for what is quantized, the weight itself, without storage."""

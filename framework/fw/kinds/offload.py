@@ -23,6 +23,7 @@ class OffloadPolicy:
         path: directory for what lives on ``nvme``; None where nothing does, or in files that are there.
         budget: bytes of parameters that are in memory although ``params`` leaves them in files; None for what cannot stay there.
         modules: patterns of names, of the parameters that may stay there; none for all.
+        host_budget: bytes of host memory for parameters that a GPU has no room for, before they stay in files.
     """
 
     optimizer: Tier = "device"
@@ -32,6 +33,7 @@ class OffloadPolicy:
     path: Path | None = None
     budget: int | None = None
     modules: tuple[str, ...] = ()
+    host_budget: int | None = None
 
     @property
     def params_in_files(self) -> bool:

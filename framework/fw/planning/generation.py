@@ -16,9 +16,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from fw.checkpointing.in_files import choose_in_files
-from fw.checkpointing.quantized_files import weights_of
-from fw.checkpointing.tensor_files import weights_for
+from fw.checkpointing.streaming import stream
 from fw.config import InferenceSection, format_size, parse_size
 from fw.errors import UserError
 from fw.inference.cached import Piece
@@ -51,7 +49,7 @@ from fw.planning.ledger import Ledger
 from fw.planning.on_gpu import allocator_peaks, with_allocator
 from fw.planning.plan import CPU, host_memory
 from fw.pretrained.division import Division
-from fw.pretrained.load import structure
+from fw.pretrained.load import chosen_elsewhere, leave, structure
 from fw.recipe.inference import InferenceRecipe
 
 _CPU = torch.device(CPU)
@@ -328,14 +326,13 @@ class _Reader:
         """With weights that stay in files, where some are to."""
         with _disable_current_modes():  # on the meta device nothing is to be faked
             model, weights, _ = structure(path, dtype, attention, adapter=adapter, quantization=quantization)
-            staying: dict[str, Tensor] = {}
-            if offload is not None and offload.params == "nvme":
-                staying = choose_in_files(model, weights_for(weights_of(weights), model), offload)
+            away = chosen_elsewhere(model, weights, device, offload)
             if division is not None:
                 division.cut(model)
-        model.in_files = staying = {name: self._ledger.in_a_file(tensor) for name, tensor in staying.items()}
+        leave(model, away, device, self._ledger.in_a_file)
         model.materialise(device)
-        filling(model, weights, self._ledger, initial=False)({n: t for n, t in model.stored().items() if n not in staying})
+        filling(model, weights, self._ledger, initial=False)({n: t for n, t in model.stored().items() if n not in model.in_files})
+        stream(model, device)
         self._found.name(WEIGHTS, model.parameters())
         self.read_bytes += read_bytes(model, weights)
         return model.eval()

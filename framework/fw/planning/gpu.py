@@ -57,7 +57,8 @@ class Gpu:
         """Within it, plugins and torch choose as on the GPU."""
         capability = self._device.compute_capability
         with ExitStack() as stack:
-            stack.enter_context(planning_for(PlannedGPU(self._device.name, capability, self.is_on_host, self._emptied, self._recording)))
+            gpu = PlannedGPU(self._device.name, capability, self.is_on_host, self._emptied, self._recording, self.on_host)
+            stack.enter_context(planning_for(gpu))
             stack.enter_context(attention_as_on(capability))
             stack.enter_context(autocast_as_on_gpu())
             stack.enter_context(_foreach())
@@ -135,6 +136,12 @@ class Gpu:
         self.host_peak_bytes = max(self.host_peak_bytes, self.host_bytes)
         weakref.finalize(storage, self._left_host, key, nbytes).atexit = False
         return True
+
+    def mapped(self, tensor: Tensor) -> None:
+        """It lies in a file that is mapped, which takes nothing of the host's memory."""
+        storage = tensor.untyped_storage()
+        self._on_host.add(storage._cdata)
+        weakref.finalize(storage, self._on_host.discard, storage._cdata).atexit = False
 
     def _left_host(self, key: int, nbytes: int) -> None:
         self._on_host.discard(key)

@@ -152,6 +152,8 @@ class Ledger(TorchDispatchMode):
         with self._pause():
             tensor = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)
         self.bind(tensor, Block(0))
+        if self.gpu is not None:
+            self.gpu.mapped(tensor)
         return tensor
 
     @contextmanager

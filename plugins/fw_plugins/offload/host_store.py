@@ -6,49 +6,8 @@ import torch
 from torch import Tensor
 
 from fw.api import RunError, on_gpu
+from fw.api.kernels import Copy, Lane
 from fw_plugins.offload.prefetch import Fetch, Stored
-
-
-class Copy:
-    """A copy under way on a stream of its own, whose order the allocator does not know."""
-
-    def __init__(self, done: torch.cuda.Event, compute: torch.cuda.Stream) -> None:
-        self._done, self._compute = done, compute
-
-    def wait(self) -> None:
-        """What is computed from here on comes after it; the host does not wait."""
-        self._compute.wait_event(self._done)
-
-
-class PlannedCopy(Copy):
-    """One of a plan, which has no streams."""
-
-    def __init__(self) -> None:
-        pass
-
-    def wait(self) -> None:
-        """Nothing is under way."""
-
-
-class Lane:
-    """Copies in one direction, one after another, beside the stream that computes."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-
-    def copy(self, target: Tensor, source: Tensor) -> Copy:
-        """Fill ``target`` once ``source`` is computed, and once nothing that was computed before uses the memory of ``target``.
-
-        Both must live until something waits for the copy: the allocator knows them as tensors of the computing stream.
-        """
-        if self._stream is None:
-            target.copy_(source)
-            return PlannedCopy()
-        compute = torch.cuda.current_stream(self._stream.device)
-        self._stream.wait_stream(compute)
-        with torch.cuda.stream(self._stream):
-            target.copy_(source, non_blocking=True)
-        return Copy(self._stream.record_event(), compute)
 
 
 class HostStore:
