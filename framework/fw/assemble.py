@@ -216,7 +216,7 @@ def _in_files(model: CausalLM, recipe: Recipe, policy: OffloadPolicy) -> Mapping
             " directory on the disk"
         )
     assert recipe.model.weights is not None
-    return frozen_in_files(model, recipe.model.weights, policy)
+    return frozen_in_files(model, recipe.model.weights, policy.on_cpu())
 
 
 def undivided(recipe: Recipe, vocab_size: int) -> CausalLM:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from conftest import fw as command
+from fw.checkpointing import streaming
 from fw.config import Config, overridden
 from fw.errors import UserError
 from fw.inference.cached import Piece
@@ -22,6 +23,7 @@ from fw.meter.step_memory import RULES
 from fw.planned import PlannedGPU, planning_for
 from fw.planning.ask import plan
 from fw.planning.generation import plan_generation
+from fw.pretrained import load
 from fw.recipe.inference import resolve_inference
 
 CPU = torch.device("cpu")
@@ -53,6 +55,9 @@ def page_locked_elsewhere():
     """Host memory that torch's allocator does not see: here all is host memory."""
     zeros = torch.zeros
 
+    def locked(shape, dtype):
+        return torch.from_numpy(np.zeros(torch.empty(shape, dtype=dtype, device="meta").nbytes, "uint8")).view(dtype).view(shape)
+
     def made(*sizes, pin_memory=False, dtype=None, **how):
         if not pin_memory:
             return zeros(*sizes, dtype=dtype, **how)
@@ -60,12 +65,14 @@ def page_locked_elsewhere():
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(torch, "zeros", made)
+        patched.setattr(load, "host_memory", locked)
+        patched.setattr(streaming, "host_memory", locked)
         yield
 
 
 def measured(directory, chosen) -> tuple[int, int]:
     """The program of a GPU, whose kernels compute nothing, in the CPU's memory: loading, and a step as a plan takes it to be worst."""
-    with as_on(H100), allocations(CPU, RULES) as loading:
+    with as_on(H100), page_locked_elsewhere(), allocations(CPU, RULES) as loading:
         prepared = prepare(directory, chosen, None, print)
     own, options = prepared.own, chosen.inference
     length = min(options.step_tokens // options.max_sequences, own.context)
@@ -83,7 +90,11 @@ def measured(directory, chosen) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("case", ["llama", "llama-mha-tied", "gemma2", "gpt2", "qwen3"])
-@pytest.mark.parametrize("options", [(), ("kv_cache=quantized",)], ids=" ".join)
+@pytest.mark.parametrize(
+    "options",
+    [(), ("kv_cache=quantized",), ("offload.params=cpu",), ("offload.params=nvme",), ("offload.params=cpu", "offload.modules=['*.1']")],
+    ids=" ".join,
+)
 def test_the_program_of_a_gpu_takes_as_much_anywhere(small_model, case, options):
     chosen = recipe("inference.step_tokens=64", "inference.dtype=fp32", "inference.replay=false", "inference.kv_budget=4MiB", *options)
     planned = plan_generation(small_model(case), chosen, gpu=H100).largest
@@ -170,7 +181,7 @@ def test_what_fits_a_smaller_gpu(model):
     for words, why in (
         (["inference.device=cpu"], "inference.device: cpu, and --device asks what it takes on h100-80gb"),
         (["inference.weights=w8a8", "inference.dtype=bf16"], "the model has none"),
-        (["offload.params=nvme"], "for generating on a CPU so far"),
+        (["offload.params=nvme", "inference.tensor=2"], "leaves whole weights in files, and ranks have parts of them"),
     ):
         with pytest.raises(UserError, match=why):
             plan(model, *words, device="h100-80gb")

@@ -1,5 +1,5 @@
-"""fw's own kernels, and whether they are there: of attention to blocks of keys and values, of products with codes, and elementwise ones; and
-copies beside what computes."""
+"""fw's own kernels, and whether they are there: of attention to blocks of keys and values, of products with codes, and elementwise ones;
+and copies beside what computes."""
 
 from fw.kernels import elementwise, gpu
 from fw.kernels.attention import Rows, attend_blocks, available, keep

@@ -71,8 +71,9 @@ def choose_elsewhere(model: CausalLM, weights: Path, policy: OffloadPolicy) -> E
             return chosen
         least = min(least, taken)
     raise UserError(
-        f"offload.budget: {format_size(policy.budget or 0)}, and {format_size(int(least))} are the least that weights take here: what is in no"
-        " block, vectors, and room for two blocks on their way; raise it" + (", or set offload.modules to more" if policy.modules else "")
+        f"offload.budget: {format_size(policy.budget or 0)}, and {format_size(int(least))} are the least that weights take here: what is in"
+        " no block, vectors, and room for two blocks on their way; raise it"
+        + (", or set offload.modules to more" if policy.modules else "")
     )
 
 

@@ -137,7 +137,8 @@ def _most_read_first(model: CausalLM, names: Iterable[str]) -> list[str]:
 
 def bring_ahead(model: CausalLM) -> None:
     """While a block computes, what the next one has in files is read, where it is not in memory: in a backward, the one before it. Of a
-    model that does not train the last block is followed by the first. What goes to a GPU is brought there by :mod:`fw.checkpointing.streaming`."""
+    model that does not train the last block is followed by the first. To a GPU
+    :mod:`fw.checkpointing.streaming` brings it."""
     if model.elsewhere:
         return
     mapped = {tensor.data_ptr() for tensor in model.in_files.values()}

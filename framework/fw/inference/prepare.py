@@ -28,7 +28,7 @@ from fw.pretrained.low_rank import LowRankChange, read_low_rank
 from fw.recipe.inference import InferenceRecipe
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_SHARE = 0.4
+SHARE = 0.4
 """Of the memory that is free, what keys and values may take unless somebody says so."""
 
 
@@ -181,6 +181,7 @@ def device_of(wanted: str, rank: int = 0) -> torch.device:
 
 def _offload(recipe: InferenceRecipe, device: torch.device, ranks: Ranks) -> OffloadPolicy:
     policy = recipe.offload
+    assert not policy.automatic, "fw.planning.placing says where"
     if policy.params != "device" and ranks.ranks > 1:
         raise UserError(
             f"offload.params: {policy.params} leaves whole weights in files, and ranks have parts of them; set inference.tensor: 1"
@@ -209,4 +210,4 @@ def _context(model: CausalLM, wanted: int | None) -> int:
 def _budget(wanted: str, most: float, device: torch.device, free: Callable[[torch.device], float]) -> int:
     if wanted:
         return parse_size(wanted)
-    return int(min(most, _SHARE * free(device)))
+    return int(min(most, SHARE * free(device)))

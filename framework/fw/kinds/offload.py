@@ -4,7 +4,7 @@ them as the policy says; activations the plugin moves itself."""
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar, Literal
 
@@ -24,6 +24,7 @@ class OffloadPolicy:
         budget: bytes of parameters that are in memory although ``params`` leaves them in files; None for what cannot stay there.
         modules: patterns of names, of the parameters that may stay there; none for all.
         host_budget: bytes of host memory for parameters that a GPU has no room for, before they stay in files.
+        automatic: parameters are where there is room, the device first; budgets that are None are to be found out.
     """
 
     optimizer: Tier = "device"
@@ -33,12 +34,18 @@ class OffloadPolicy:
     path: Path | None = None
     budget: int | None = None
     modules: tuple[str, ...] = ()
-    host_budget: int | None = None
+    host_budget: float | None = None
+    automatic: bool = False
 
     @property
     def params_in_files(self) -> bool:
         """Whether parameters stay in the files of the model's own directory."""
         return self.params == "nvme" and self.path is None
+
+    def on_cpu(self) -> OffloadPolicy:
+        """Where the host's memory is the device's: of two budgets the lower."""
+        bounds = [bound for bound in (self.budget, self.host_budget) if bound is not None]
+        return replace(self, budget=int(min(bounds)) if bounds else None, host_budget=None)
 
     @property
     def nothing(self) -> bool:

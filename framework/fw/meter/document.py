@@ -140,6 +140,8 @@ class Generation:
         kv_budget: bytes that the budget leaves for keys and values.
         largest_context: tokens of each of so many sequences that fit these, no more than ``context``; ``largest_sequences``, how many of
             ``context`` tokens do.
+        brought_bytes: of weights that every step brings to the GPU from elsewhere; ``brought_seconds``, how long that takes at least, as
+            the device's data sheet has it, None where they come from files.
     """
 
     token_bytes: float
@@ -148,6 +150,8 @@ class Generation:
     kv_budget: int
     largest_context: int
     largest_sequences: int
+    brought_bytes: int = 0
+    brought_seconds: float | None = None
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from fw.meter.document import MemoryDocument
 from fw.planned import planning_for
 from fw.planning import fitted, profile as measuring
 from fw.planning.generation import gpu_here, plan_generation
+from fw.planning.placing import placed, placed_here
 from fw.planning.page import page
 from fw.planning.plan import CPU, plan as plan_run
 from fw.planning.tell import table
@@ -83,14 +84,14 @@ def plan(config: str | Path | Config, *overrides: str, world_size: int | None = 
         raise UserError("--world-size: is for training runs; ranks that generate are inference.tensor")
     given = overridden(Config("plan", {}, {}), [*overrides, *(["inference.device=cpu"] if device == CPU else [])])
     if device in (None, CPU):
-        recipe = resolve_inference(given)
+        recipe = placed_here(config, resolve_inference(given))
         return Memory.of(plan_generation(config, recipe, gpu=gpu_here(recipe)), "planned")
     gpu = find(device, CPU)
     with planning_for(on_device(gpu)):
         recipe = resolve_inference(given)
     if recipe.inference.device == CPU:
         raise UserError(f"{given.origin(('inference', 'device'))}: inference.device: cpu, and --device asks what it takes on {device}")
-    return Memory.of(plan_generation(config, recipe, gpu=gpu), "planned")
+    return Memory.of(plan_generation(config, placed(config, recipe, None, here=False, gpu=gpu), gpu=gpu), "planned")
 
 
 def fit(config: str | Path | Config, *overrides: str, world_size: int | None = None, device: str | None = None) -> Chosen:

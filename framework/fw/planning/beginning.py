@@ -61,6 +61,7 @@ _FEWER_BITS_ON_GPU: Sequence[tuple[str, Mapping[str, Any]]] = (
     ("weights as they are", {}),
     ("weights in 8 bits", {"quantization": {"name": "w8a16", "group_size": -1}}),
     _CODES,
+    ("weights in 4 bits, partly in host memory", {**_CODES[1], "offload": {"params": "auto"}}),
 )
 _COLUMNS = 110
 _LORA = {"name": "lora", "rank": 16, "alpha": 32, "targets": ["all-linear"]}
@@ -245,7 +246,7 @@ def _serving(wanted: Wanted) -> Begun:
     for label, changed in _FEWER_BITS if gpu is None else _FEWER_BITS_ON_GPU:
         tree = {
             "serve": {"model": wanted.model},
-            **{name: options for name, options in changed.items() if name == "quantization"},
+            **{name: options for name, options in changed.items() if name in ("quantization", "offload")},
             "inference": {**inference, **changed.get("inference", {})},
             "kv_cache": {"name": "paged"},
         }

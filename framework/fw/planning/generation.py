@@ -193,6 +193,8 @@ def _of_rank(path: str | Path, recipe: InferenceRecipe, adapter: str | Path | No
         groups = {tuple(range(options.tensor))} if options.tensor > 1 else set()
         rank = with_allocator(rank, allocator_peaks(steps, loading.history), gpu, groups)
     generation = _generation(prepared, recipe, rank.taken - account.at_peak.get("kv", 0), budget)
+    if gpu is not None:
+        generation = _with_brought(generation, prepared.own.model, gpu)
     return MemoryDocument(str(path), "cpu" if gpu is None else gpu.name, 1, budget, [rank], None, generation)
 
 
@@ -291,6 +293,13 @@ def _generation(prepared: Prepared, recipe: InferenceRecipe, besides: int, budge
         _longest(plugin, context, options.prompt_share, room / token_bytes / sequences),
         int(room / token_bytes // kept),
     )
+
+
+def _with_brought(generation: Generation, model: CausalLM, gpu: Device) -> Generation:
+    """And what comes from elsewhere in every step."""
+    brought = sum(tensor.numel() * tensor.element_size() for tensor in model.elsewhere.values())
+    seconds = None if model.in_files or not brought else brought / gpu.host_bandwidth
+    return replace(generation, brought_bytes=brought, brought_seconds=seconds)
 
 
 def _longest(plugin: KVCachePlugin, most: int, step_tokens: int, room: float) -> int:

@@ -55,6 +55,10 @@ def generation(planned: Generation, kv_bytes: int, ranks: int) -> list[str]:
         f"keys and values: {format_size(round(planned.token_bytes))} for each token{each}, {format_size(kv_bytes)} in all;"
         f" wanted are {planned.sequences} sequences of {planned.context:,} tokens"
     ]
+    if planned.brought_bytes:
+        seconds = planned.brought_seconds
+        least = "as fast as the files can be read" if seconds is None else f"{seconds:.3g} s at least, at the peak of its link"
+        lines = [f"weights: {format_size(planned.brought_bytes)}{each} come to the GPU in every step: {least}", *lines]
     if not planned.largest_context:
         return [*lines, "the budget has no room for one token of each"]
     many = f", or {planned.largest_sequences:,} of {planned.context:,}" if planned.largest_sequences else ""

@@ -126,8 +126,8 @@ def leave(model: CausalLM, away: Elsewhere, device: torch.device, mapped: Callab
     needed = sum(tensor.numel() * tensor.element_size() for tensor in away.on_host.values())
     if planned_gpu() is None and needed > (free := available_bytes(_HOST)):
         raise UserError(
-            f"offload.params: {format_size(needed)} of weights are to lie in host memory, of which {format_size(free)} are free; leave them in"
-            " the files (offload.params=nvme), or keep them in fewer bits (quantization)"
+            f"offload.params: {format_size(needed)} of weights are to lie in host memory, of which {format_size(free)} are free; leave them"
+            " in the files (offload.params=nvme), or keep them in fewer bits (quantization)"
         )
     model.in_files = {name: mapped(tensor) for name, tensor in away.in_files.items()}
     if is_gpu(device):

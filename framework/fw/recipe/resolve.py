@@ -277,6 +277,11 @@ def _check_parameters(config: Config, offload: OffloadPolicy, model: ModelPlugin
                 f"{place}: offload.params: nvme leaves weights in the files that training begins from, and it begins from none: set"
                 " model.path, or offload.path, a directory on the disk"
             )
+        if offload.automatic and offload.budget is None and offload.host_budget is None:
+            raise UserError(
+                f"{place}: offload.params: auto: a run does not find out what frozen weights may take of memory; say it, as in"
+                " offload.max_memory='{cpu: 4GiB}'"
+            )
         return
     for name, given in (("budget", offload.budget is not None), ("modules", offload.modules)):
         if given:

@@ -51,10 +51,11 @@ def main() -> NoReturn:
 
 def _run(connection: Connection[Any, Any]) -> None:
     from fw.planning.generation import gpu_here, plan_generation
+    from fw.planning.placing import placed_here
     from fw.recipe.inference import resolve_inference
 
     begin: Begin = connection.recv()
-    recipe = resolve_inference(begin.config)
+    recipe = placed_here(begin.path, resolve_inference(begin.config), begin.adapter)
     rank = plan_generation(begin.path, recipe, begin.adapter, gpu_here(recipe)).largest
     peak = rank.at_peak
     weights, kv = peak.get("parameters", 0), peak.get("kv", 0)

@@ -1,0 +1,91 @@
+"""Where weights go that a device may have no room for: on the device first, then in host memory, and what is left stays in files."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import inf
+from pathlib import Path
+
+import torch
+
+from fw.config import format_size
+from fw.errors import UserError
+from fw.inference.prepare import SHARE
+from fw.kinds.offload import OffloadPolicy
+from fw.meter.devices import Device
+from fw.meter.memory import available_bytes
+from fw.planning.generation import gpu_here, plan_generation
+from fw.recipe.inference import InferenceRecipe
+
+_HOST_SHARE = 0.8
+"""Of the host's free memory, for weights that nobody has bounded."""
+_TRIES = 3
+"""What is left beside other weights may be less: a GPU's allocator keeps other segments."""
+
+
+def placed(path: str | Path, recipe: InferenceRecipe, adapter: str | Path | None, here: bool, gpu: Device | None) -> InferenceRecipe:
+    """The recipe that says by bytes what ``offload.params: auto`` leaves to be found out, from what a plan says that all else takes.
+
+    Args:
+        here: whether it is for this machine, which is asked for what is free.
+        gpu: that generates; None for the CPU.
+
+    Raises:
+        UserError: it does not fit with as few weights on the device as can be.
+    """
+    policy = recipe.offload
+    if not policy.automatic:
+        return recipe
+    if gpu is None:
+        policy = policy.on_cpu()
+    elif policy.host_budget is None:
+        free = int(_HOST_SHARE * available_bytes(torch.device("cpu"))) if here else inf
+        policy = replace(policy, host_budget=free)
+    policy = replace(policy, automatic=False)
+    if policy.budget is not None:
+        return replace(recipe, offload=policy)
+    whole = replace(recipe, offload=OffloadPolicy())
+    if plan_generation(path, whole, adapter, gpu).fits:
+        return whole
+    leanest = plan_generation(path, replace(recipe, offload=policy), adapter, gpu)
+    assert leanest.budget is not None and leanest.generation is not None
+    taken, parts = leanest.largest.taken, leanest.largest.at_peak
+    if not leanest.fits:
+        raise UserError(
+            f"offload.params: auto: with as few weights on the device as can be, {format_size(parts['parameters'])}, it takes"
+            f" {format_size(taken)} of {format_size(leanest.budget)}; give keys and values less (inference.kv_budget,"
+            " inference.max_sequences), or keep weights in fewer bits (quantization)"
+        )
+    kv = parts["kv"] if recipe.inference.kv_budget else int(min(parts["kv"], SHARE * leanest.generation.kv_budget))
+    inference = replace(recipe.inference, kv_budget=f"{kv}B")
+    most = leanest.budget - (taken - parts["parameters"] - parts["kv"]) - kv
+    for _ in range(_TRIES):
+        tried = replace(recipe, inference=inference, offload=replace(policy, budget=most))
+        try:
+            plan = plan_generation(path, tried, adapter, gpu)
+        except UserError:  # fewer than the fewest
+            break
+        if plan.fits:
+            return tried
+        most = plan.largest.at_peak["parameters"] - (plan.largest.taken - leanest.budget)
+    return replace(recipe, inference=inference, offload=policy)
+
+
+def placed_here(path: str | Path, recipe: InferenceRecipe, adapter: str | Path | None = None) -> InferenceRecipe:
+    """The same for this machine.
+
+    Raises:
+        UserError: likewise; a GPU of which nothing is known.
+    """
+    if not recipe.offload.automatic:
+        return recipe
+    try:
+        gpu = gpu_here(recipe)
+    except UserError:
+        if recipe.offload.budget is None:
+            raise UserError(
+                "offload.params: auto: nothing is known of this GPU to plan with; say how much of it weights may take, as in"
+                " offload.max_memory='{device: 20GiB}'"
+            ) from None
+        gpu = None
+    return placed(path, recipe, adapter, here=True, gpu=gpu)
