@@ -99,6 +99,18 @@ def test_what_a_budget_keeps_in_memory(tmp_path: Path, monkeypatch: pytest.Monke
     assert asked("plan", FROM_FILES, f"offload.budget={whole - embedding}B").most["parameters"] == whole - embedding
 
 
+def test_a_search_comes_to_it_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a disk takes is not in its time: it serves where nothing else fits."""
+    base_in(tmp_path, CONFIGS["llama"])
+    assert run(tmp_path, monkeypatch, LORA) == 0
+    one_row = "train.micro_batch_size=1"
+    search = ["memory.techniques=[offload, micro_batch]", "--fit", "--json"]
+    without, with_it = asked("plan", one_row).allocated_peak, asked("plan", one_row, FROM_FILES).allocated_peak
+    for budget, comes in ((without, False), ((without + with_it) // 2, True)):
+        found = json.loads(fw("plan", "run.yaml", f"memory.budget={budget}B", *search).ok().out)["fit"]["chosen"]
+        assert (FROM_FILES in found) == comes
+
+
 def test_ranks_read_the_same_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     base_in(tmp_path, CONFIGS["llama"])
     two = ["sharding=ddp", "launch.devices=2", "train.micro_batch_size=2"]
@@ -116,7 +128,7 @@ def test_ranks_read_the_same_files(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         (["precision=bf16_true"], r"as the model computes with it (here in bfloat16)"),
         (["model={name: llama, hidden_size: 32}"], "it begins from none: set model.path, or offload.path"),
         (["offload.modules=[nowhere]"], "offload.modules: no parameter of the model is in 'nowhere'"),
-        (["offload.modules=['*norm*']"], "offload.modules: nothing of *norm* can stay in the files"),
+        (["offload.modules=['*norm*']"], "offload.modules: nothing of *norm* can leave memory"),
         (["offload.budget=10B"], "cannot stay in the files"),
         (["sharding=zero", "sharding.stage=3"], "where DeepSpeed does not look; use sharding=single or ddp, or set offload.path"),
         (["sharding=zero"], "where DeepSpeed does not look; use sharding=single or ddp, or set offload.path"),

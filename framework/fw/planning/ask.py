@@ -12,8 +12,8 @@ from fw.meter.document import MemoryDocument
 from fw.planned import planning_for
 from fw.planning import fitted, profile as measuring
 from fw.planning.generation import gpu_here, plan_generation
-from fw.planning.placing import placed, placed_here
 from fw.planning.page import page
+from fw.planning.placing import placed, placed_here
 from fw.planning.plan import CPU, plan as plan_run
 from fw.planning.tell import table
 from fw.planning.tell_fit import explanation

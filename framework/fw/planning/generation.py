@@ -131,10 +131,11 @@ def within_budget(path: str | Path, recipe: InferenceRecipe, adapter: str | Path
         kept = (
             f"of inference.kv_budget, {options.kv_budget}" if options.kv_budget else f"{generation.token_bytes:,.0f} bytes for each token"
         )
-        fewer = "keep weights in fewer bits (inference.weights, quantization), or leave some in their files (offload.params=nvme)"
+        bits, elsewhere = ("inference.weights, quantization", "in their files") if gpu is None else ("quantization", "on the host")
+        fewer = f"keep weights in fewer bits ({bits}), or leave some {elsewhere} (offload.params=auto)"
         raise UserError(
             f"inference.budget: {options.budget} is too small: weights and a step take {besides}, and keys and values come besides,"
-            f" {kept}; raise it, {'or keep weights in fewer bits (quantization)' if gpu is not None else f'{fewer}'}"
+            f" {kept}; raise it, {fewer}"
         )
     return _with_room(recipe, parts.get("kv", 0))
 

@@ -12,7 +12,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from fw import registry
+from fw.checkpointing.quantized_files import weights_of
 from fw.config import ASKED_FOR, DEFAULT, Config
+from fw.errors import UserError
 from fw.kinds.sharding import SHARD
 from fw.meter.devices import Device
 from fw.recipe import Recipe
@@ -38,7 +40,8 @@ class Choice:
         memory_part: where between the config as it is (0) and the technique's reference (1) its memory lies; 1 for what is a reference.
         time_part: the same of its time.
         reference: the choice that it lies on the way to; None for what has to be planned by itself.
-        resort: how much else is learnt with it, 0 for nothing. However fast, it serves only where nothing that resorts to less fits.
+        resort: what its time does not show, 0 for nothing: how much else is learnt, or that a disk may have to be read. However fast, it
+            serves only where nothing that resorts to less fits.
     """
 
     technique: str
@@ -155,10 +158,27 @@ def _shardings(recipe: Recipe, gpu: Device | None) -> list[Choice]:
 
 
 def _offloads(recipe: Recipe, gpu: Device | None) -> list[Choice]:
-    """To the host's memory, where that is another than the device's."""
+    """To the host's memory, where that is another than the device's; where it is not, what is frozen stays in its files."""
     if gpu is None:
-        return []
+        return _frozen(recipe)
     return [Choice(OFFLOAD, ("offload.optimizer=cpu",)), Choice(OFFLOAD, ("offload.optimizer=cpu", "offload.activations=cpu"))]
+
+
+def _frozen(recipe: Recipe) -> list[Choice]:
+    """What is read where it lies is in the dtype of compute."""
+    directory = recipe.model.weights
+    if recipe.names[PEFT] == ("none",) or directory is None or SHARD in recipe.mesh_shape:
+        return []
+    try:
+        files = weights_of(directory)
+    except UserError:  # a plan needs none
+        return []
+    dtypes = {files.dtype(name) for name in files.where if len(files.shape(name)) > 1}
+    if recipe.precision.policy().compute in dtypes:
+        return [Choice(OFFLOAD, ("offload.params=nvme",), resort=1)]
+    if torch.bfloat16 not in dtypes or _set_at(recipe.config, (PRECISION,)) or PRECISION not in recipe.memory.techniques:
+        return []
+    return [Choice(OFFLOAD, ("offload.params=nvme", "precision=bf16"), resort=1)]
 
 
 def _adapters(recipe: Recipe, gpu: Device | None) -> list[Choice]:
