@@ -18,15 +18,23 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import fw
 from fw.checkpointing import streaming
 from fw.checkpointing.elsewhere import choose_elsewhere
-from fw.checkpointing.streaming import room
+from fw.checkpointing.placement import quantizing
+from fw.checkpointing.quantized_files import weights_of
+from fw.checkpointing.streaming import room, stream
+from fw.checkpointing.tensor_files import weights_for
 from fw.errors import UserError
 from fw.kernels.copies import Copy, Lane
 from fw.kinds import make
 from fw.kinds.offload import OffloadPolicy
+from fw.kinds.peft import PeftPlugin
 from fw.kinds.quantization import QuantizationPlugin
+from fw.meter.allocations import allocations
 from fw.planned import PlannedGPU, planning_for
-from fw.pretrained.load import leave, save_model, structure
+from fw.pretrained.load import chosen_elsewhere, leave, save_model, structure
+from fw_plugins.offload.activations import offload
+from fw_plugins.offload.disk_store import DiskStore
 from models.architectures import CASES, VOCABULARY, save
+from plugins.test_activation import SPEC, plugin as recomputation
 
 CPU = torch.device("cpu")
 ON_HOST, IN_FILES = OffloadPolicy(params="cpu"), OffloadPolicy(params="nvme")
@@ -182,14 +190,98 @@ def test_what_is_saved_is_the_weights(tmp_path):
     assert torch.equal(logits(fw.load_model(tmp_path / "out")), logits(fw.load_model(tmp_path / "in")))
 
 
-def test_gradients_are_refused_by_autograd(tmp_path):
-    """A place has another block's weights by then."""
+def adapted(place: Path, policy: OffloadPolicy | None, activation: str, quantization: str = "none", **options):
+    """With LoRA on all layers, whose values are not those that it begins with, as training assembles it."""
+    model, weights, _ = structure(place, torch.float32, quantization=quantization)
+    with torch.device("meta"):
+        model.adapters = make(PeftPlugin, "lora", rank=3, targets=["all-linear"]).apply(model)
+    with as_on_a_gpu():
+        leave(model, chosen_elsewhere(model, weights, CPU, policy), CPU)
+    recomputation(activation, **options).apply(model, SPEC, 32)
+    model.materialise(CPU)
+    filling = weights_for(weights_of(weights), model)
+    added = model.adapters.added
+    quantizing(filling, model, filling.codes)({n: t for n, t in model.stored().items() if n not in added and n not in model.in_files})
+    torch.manual_seed(0)
+    for name in sorted(added):
+        torch.nn.init.normal_(model.get_parameter(name), std=0.1)
+    stream(model, CPU)
+    return model.train()
+
+
+def gradients(model) -> dict[str, Tensor]:
+    """Of two micro-batches, and a forward without any between them."""
+    for at in (0, 7):
+        model(torch.arange(at, at + 24).view(2, 12) % VOCABULARY).square().mean().backward()
+        logits(model)
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+RECOMPUTED = [
+    ("none", {}),
+    ("full", {}),
+    ("every_n", {"n": 2}),
+    ("sqrt", {}),
+    ("selective", {}),
+    ("modules", {"patterns": ["*.mlp", "*.1.*norm*"]}),
+]
+
+
+@pytest.mark.parametrize("lane", [Lane, Late])
+@pytest.mark.parametrize(("activation", "options"), RECOMPUTED, ids=[name for name, _ in RECOMPUTED])
+def test_gradients_through_a_frozen_base(tmp_path, monkeypatch, activation, options, lane):
+    """Autograd keeps no weight: in backward its place has another block's."""
     made(tmp_path, 5)
-    model = loaded(tmp_path, ON_HOST)
-    for block in model.blocks:
-        block.input_layernorm.weight.requires_grad_()
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        model(torch.arange(9)[None]).sum().backward()
+    expected = gradients(adapted(tmp_path, None, "none"))
+    monkeypatch.setattr(streaming, "Lane", lane)
+    for policy in (ON_HOST, IN_FILES, OffloadPolicy(params="cpu", modules=("layers.[024]*",))):
+        found = gradients(adapted(tmp_path, policy, activation, **options))
+        assert found.keys() == expected.keys() and len(found) == 5 * 7 * 2
+        assert all(torch.equal(found[name], expected[name]) for name in found)
+
+
+@pytest.mark.parametrize("case", ["qwen3", "gemma2", "gpt2", "mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("activation", ["none", "full"])
+def test_gradients_of_other_models(tmp_path, monkeypatch, case, activation):
+    save(case, tmp_path)
+    expected = gradients(adapted(tmp_path, None, "none"))
+    monkeypatch.setattr(streaming, "Lane", Late)
+    found = gradients(adapted(tmp_path, ON_HOST, activation))
+    assert expected and all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("activation", ["none", "full"])
+def test_gradients_through_codes(tmp_path, monkeypatch, activation):
+    made(tmp_path, 5)
+    expected = gradients(adapted(tmp_path, None, "none", "nf4"))
+    monkeypatch.setattr(streaming, "Lane", Late)
+    found = gradients(adapted(tmp_path, ON_HOST, activation, "nf4"))
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_activations_may_be_offloaded_beside(tmp_path, monkeypatch):
+    """Whoever sets hooks on saved tensors gets all but weights."""
+    made(tmp_path, 5)
+    expected = gradients(adapted(tmp_path, None, "none"))
+    model = adapted(tmp_path, ON_HOST, "none")
+    offload(model.blocks, DiskStore(tmp_path), 64, ahead=1)
+    found = gradients(model)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_what_forward_keeps(tmp_path):
+    """No weight: as much as without streaming, where weights are kept as they are."""
+    made(tmp_path, 5)
+    kept = []
+    for policy in (None, ON_HOST):
+        model = adapted(tmp_path, policy, "none")
+        gradients(model)
+        with allocations(CPU) as found:
+            loss = model(torch.arange(24).view(2, 12)).square().mean()
+            found.mark("forward")
+            loss.backward()
+        kept.append((found.marks["forward"], found.peak_bytes))
+    assert kept[0] == kept[1]
 
 
 @pytest.mark.parametrize(

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fw.checkpointing.pages import coming
+from fw.checkpointing.unsaved import without_saving
 from fw.kernels.copies import Copy, Lane, Moment, host_memory
 from fw.kinds.model import CausalLM
 from fw.planned import planned_gpu
@@ -29,8 +31,8 @@ def room(tensors: Iterable[Tensor]) -> int:
 def stream(model: CausalLM, device: torch.device, lane: Lane | None = None) -> None:
     """Have each block find its weights of ``model.elsewhere`` on ``device`` when it computes.
 
-    Where they lie there is another block's place when that one computes: every second one has the same. Nothing else must use them.
-    A model that is recorded, as CUDA graphs are, would not see them come.
+    Where they lie there is another block's place when that one computes: every second one has the same. Nothing else must use them, and
+    nothing of them may train; backward is brought them once more. A model that is recorded, as CUDA graphs are, would not see them come.
 
     Args:
         lane: of copies to the device.
@@ -59,14 +61,26 @@ def stream(model: CausalLM, device: torch.device, lane: Lane | None = None) -> N
         _put(block, {id(model.get_parameter(name)): weight.target for name, weight in zip(those, own, strict=True)})
         weights.append(own)
     brought = Brought(weights, count, lane or Lane(device))
+    storages = {_storage(place) for place in places}
+
+    def theirs(tensor: Tensor) -> bool:
+        return _storage(tensor) in storages
+
     for number, (block, _) in enumerate(of_block):
-        block.register_forward_pre_hook(_hook(brought.begins, number))
+        for module in block.modules():
+            if any(parameter is not None and theirs(parameter) for parameter in module._parameters.values()):
+                module.forward = without_saving(module.forward, theirs, partial(brought.computes, number))
+        block.register_forward_pre_hook(_hook(brought.computes, number))
         block.register_forward_hook(_hook(brought.ended, number))
 
 
 def _is_own(model: CausalLM, name: str) -> bool:
     """Whether it lies in memory of the process's own."""
     return name not in model.in_files
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
 
 
 def _aligned(tensor: Tensor) -> int:
@@ -135,21 +149,29 @@ class Brought:
         self._left_staging: list[Copy | None] = [None] * places
         self._thread: ThreadPoolExecutor | None = None
 
-    def begins(self, number: int) -> None:
-        """A block's forward does: its weights are there, and those of the next are on their way."""
+    def computes(self, number: int) -> None:
+        """A block is about to, forward or backward: its weights are there, and those of the next are on their way."""
         place = self._bring(number)
         if (copy := self._copies[place]) is not None:
             copy.wait()
             self._copies[place] = None
-        following = (number + 1) % len(self._weights)
-        if self._place(following) != place:
+        following = self._following(number)
+        if following is not None and self._place(following) != place:
             self._bring(following)
 
     def ended(self, number: int) -> None:
         """A block's forward has, and its place is free. The first one's may be the same as the last one's."""
-        following = (number + 1) % len(self._weights)
-        if self._place(following) == self._place(number):
+        following = self._following(number)
+        if following is not None and self._place(following) == self._place(number):
             self._bring(following)
+
+    def _following(self, number: int) -> int | None:
+        """In a backward, the one before. A forward that none follows is followed by the next one."""
+        if torch._C._current_graph_task_id() != -1:
+            return number - 1 if number else None
+        if number + 1 < len(self._weights):
+            return number + 1
+        return None if torch.is_grad_enabled() else 0
 
     def _place(self, number: int) -> int:
         return number % len(self._holds)
