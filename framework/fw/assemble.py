@@ -12,9 +12,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fw.averaging import AveragedWeights
+from fw.checkpointing.elsewhere import Elsewhere, allocate, announce, check_host, choose_elsewhere
 from fw.checkpointing.in_files import bring_ahead, frozen_in_files
 from fw.checkpointing.placement import initialise, local_part, quantizing
 from fw.checkpointing.quantized_files import quantization_for, weights_of
+from fw.checkpointing.streaming import stream
 from fw.checkpointing.tensor_files import ADAPTER, TensorFiles, adapter_for, weights_for
 from fw.errors import UserError
 from fw.kinds import make
@@ -27,6 +29,7 @@ from fw.kinds.quantization import QuantizationPlugin
 from fw.kinds.sharding import REPLICATE, Stepper, StepSpec
 from fw.locate import find
 from fw.meter.flops import ModelFlops
+from fw.meter.memory import available_bytes
 from fw.recipe import Recipe
 
 
@@ -110,7 +113,7 @@ def build(recipe: Recipe, vocab_size: int, mesh: DeviceMesh | None, device: torc
         flops = ModelFlops.of(model, recipe.train.sequence_length)
         _change(model, recipe, spec)
         flops = flops.with_adapters(model)
-    model.in_files = _in_files(model, recipe, spec.offload)
+    announce(model, _elsewhere(model, recipe, spec), spec.device_type != "cpu")
     recipe.sharding.parallelize(model, mesh)
     recipe.precision.convert(model, device)
     recipe.activation.apply(model, spec, recipe.train.sequence_length)
@@ -139,17 +142,23 @@ def start(
     if (beside := built.beside) is not None:
         beside.materialise(device)
         if give_beside is not None:
-            _but_files(beside, give_beside)(beside.stored())
+            _but_files(beside, give_beside, device)(beside.stored())
         recipe.objective.use(beside)
-    stepper = recipe.sharding.start(built.model, mesh, built.spec, device, _but_files(built.model, give))
+    allocate(built.model)
+    stepper = recipe.sharding.start(built.model, mesh, built.spec, device, _but_files(built.model, give, device))
     if recipe.train.ema_decay:
         stepper = AveragedWeights(stepper, recipe.train.ema_decay)
     return Assembly(built.model, stepper, built.vocab_size, built.flops, beside)
 
 
-def _but_files(model: CausalLM, give: Give) -> Give:
-    """What lies in files has its values."""
-    return lambda tensors: give({name: tensor for name, tensor in tensors.items() if name not in model.in_files})
+def _but_files(model: CausalLM, give: Give, device: torch.device) -> Give:
+    """What lies in files has its values. Once the model has them, those that lie elsewhere are brought from there."""
+
+    def given(tensors: Mapping[str, Tensor]) -> None:
+        give({name: tensor for name, tensor in tensors.items() if name not in model.in_files})
+        stream(model, device)
+
+    return given
 
 
 def build_beside(recipe: Recipe, vocab_size: int, spec: StepSpec, attention: AttentionPlugin) -> CausalLM | None:
@@ -202,21 +211,32 @@ def beside_values(recipe: Recipe, model: CausalLM) -> Give:
     return quantizing(filling, model, filling.codes)
 
 
-def _in_files(model: CausalLM, recipe: Recipe, policy: OffloadPolicy) -> Mapping[str, Tensor]:
-    """Frozen matrices that stay in the files of the directory which training begins from; none without such a policy.
+def _elsewhere(model: CausalLM, recipe: Recipe, spec: StepSpec) -> Elsewhere:
+    """Frozen matrices that stay in the files of the directory which training begins from, or on a GPU's host; none without such a policy.
 
     Raises:
         UserError: nothing is frozen, or it cannot stay there.
     """
-    if not policy.params_in_files:
-        return {}
-    if model.adapters is None:
+    policy = spec.offload
+    on_host = policy.params == "cpu" and not recipe.sharding.moves_parameters and spec.device_type != "cpu"
+    if not policy.params_in_files and not on_host:
+        return Elsewhere()
+    if model.adapters is None and policy.params_in_files:
         raise UserError(
             "offload.params: nvme leaves frozen weights in the model's files, and all of this model trains: set peft, or offload.path, a"
             " directory on the disk"
         )
-    assert recipe.model.weights is not None
-    return frozen_in_files(model, recipe.model.weights, policy.on_cpu())
+    if model.adapters is None:
+        raise UserError(
+            "offload.params: cpu leaves frozen weights in host memory, and all of this model trains: set peft, or use sharding that brings"
+            " parameters block by block from there (fsdp, or zero with stage 3)"
+        )
+    if spec.device_type == "cpu":
+        assert recipe.model.weights is not None
+        return Elsewhere(in_files=frozen_in_files(model, recipe.model.weights, policy.on_cpu()))
+    away = choose_elsewhere(model, recipe.model.weights, policy)
+    check_host(away, available_bytes(torch.device("cpu")) // recipe.ranks_per_host)
+    return away
 
 
 def undivided(recipe: Recipe, vocab_size: int) -> CausalLM:
@@ -244,7 +264,7 @@ def check(recipe: Recipe, vocab_size: int, device: torch.device, rows: Rows | No
         spec = recipe.step_spec(device, rows)
         with torch.device("meta"):
             _change(model, recipe, spec)
-        _in_files(model, recipe, spec.offload)
+        _elsewhere(model, recipe, spec)
         for plugin in (recipe.precision, recipe.sharding, recipe.activation):
             plugin.check(model, recipe.mesh_shape, spec, recipe.train.sequence_length)
         recipe.peft.check(model, spec)

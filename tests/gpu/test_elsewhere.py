@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import fw
 import tokens
+from conftest import fw as command
 from fw.kernels.copies import host_memory
 from fw.kinds.offload import OffloadPolicy
 from fw.planning.ask import plan
@@ -102,3 +104,30 @@ def test_what_was_planned(directory):
     assert planned.phases["load"].allocated_peak == pytest.approx(load, rel=0.01)
     answers(llm)
     assert torch.cuda.max_memory_allocated() - before <= planned.allocated_peak * 1.01
+
+
+RUN = """
+model: {{name: auto, path: {base}}}
+peft: {{name: lora, rank: 8, targets: [all-linear]}}
+data: {{name: synthetic, vocab_size: 512, samples: 64}}
+train: {{global_batch_size: 4, micro_batch_size: 2, sequence_length: 256, max_steps: 4, save_every: 4, run_dir: run, sample_tokens: 0}}
+optimizer: {{name: adamw, lr: 1.0e-2}}
+precision: bf16
+launch: {{accelerator: cuda, devices: 1}}
+"""
+
+
+WAYS = [[], ["activation=full"], ["activation=selective"], ["offload.activations=cpu"], ["quantization=nf4"]]
+
+
+@pytest.mark.parametrize("words", WAYS, ids=" ".join)
+def test_what_trains_is_the_same(directory, tmp_path, monkeypatch, words):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.yaml").write_text(RUN.format(base=directory))
+    trained = []
+    places = ["device", "cpu", "nvme"] if words != ["quantization=nf4"] else ["device", "cpu"]
+    for place in places:
+        command("train", "run.yaml", *words, f"train.run_dir={place}", f"offload.params={place}").ok()
+        trained.append(load_file(tmp_path / place / "checkpoints" / "latest" / "adapter_model.safetensors"))
+    for found in trained[1:]:
+        assert found.keys() == trained[0].keys() and all(torch.equal(found[name], trained[0][name]) for name in found)

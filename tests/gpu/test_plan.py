@@ -57,6 +57,8 @@ CASES = {
     "muon": ["precision=bf16", "optimizer=muon"],
     "lion in 8 bits, three micro-batches": ["precision=bf16", "optimizer=lion_8bit", "train.global_batch_size=12"],
     "lora": ["precision=bf16", "peft=lora"],
+    "lora, base on the host": ["precision=bf16", "peft=lora", "offload.params=cpu"],
+    "lora, some of the base on the host": ["precision=bf16", "peft=lora", "offload={params: cpu, modules: ['*.[135].*']}"],
     "dora, full": ["precision=bf16", "peft=dora", "activation=full"],
     "qlora": ["precision=bf16", "peft=lora", "quantization=nf4"],
     "qwen3": ["precision=bf16", "model={name: qwen3, hidden_size: 512, num_hidden_layers: 4, num_attention_heads: 8}"],

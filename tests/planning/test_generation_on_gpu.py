@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from conftest import fw as command
-from fw.checkpointing import streaming
+from fw.checkpointing import elsewhere, streaming
 from fw.config import Config, overridden
 from fw.errors import UserError
 from fw.inference.cached import Piece
@@ -23,7 +23,6 @@ from fw.meter.step_memory import RULES
 from fw.planned import PlannedGPU, planning_for
 from fw.planning.ask import plan
 from fw.planning.generation import plan_generation
-from fw.pretrained import load
 from fw.recipe.inference import resolve_inference
 
 CPU = torch.device("cpu")
@@ -65,7 +64,7 @@ def page_locked_elsewhere():
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(torch, "zeros", made)
-        patched.setattr(load, "host_memory", locked)
+        patched.setattr(elsewhere, "host_memory", locked)
         patched.setattr(streaming, "host_memory", locked)
         yield
 

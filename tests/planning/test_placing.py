@@ -86,6 +86,45 @@ def test_what_is_left_is_for_weights(model):
         plan(model, *OPTIONS, "offload.params=auto", f"inference.budget={REST + BLOCK}B", device=SMALL)
 
 
+RUN = """
+model: {{name: auto, path: {base}}}
+peft: {{name: lora, rank: 8, targets: [all-linear]}}
+data: {{name: synthetic, vocab_size: 8000, samples: 16}}
+train: {{global_batch_size: 2, sequence_length: 64, max_steps: 3, run_dir: run, sample_tokens: 0}}
+precision: bf16
+"""
+
+
+def test_a_frozen_base(model, tmp_path):
+    """Trained adapters, their gradients and what is kept for backward are as without; the base has two places, forward and backward."""
+    (tmp_path / "run.yaml").write_text(RUN.format(base=model))
+    run = tmp_path / "run.yaml"
+    whole = plan(run, device=SMALL)
+    for words, host in (
+        (["offload.params=cpu"], LAYERS * BLOCK),
+        (["offload.params=cpu", "sharding=ddp"], LAYERS * BLOCK),
+        (["offload.params=nvme"], 2 * BLOCK),
+    ):
+        found = plan(run, *words, device=SMALL)
+        one, other = found.largest, plan(run, *words[1:], device=SMALL).largest if words[1:] else whole.largest
+        assert other.most["parameters"] - one.most["parameters"] == (LAYERS - 2) * BLOCK
+        assert [one.most[part] for part in ("gradients", "optimizer")] == [other.most[part] for part in ("gradients", "optimizer")]
+        assert one.most["activations"] == pytest.approx(other.most["activations"], abs=1 << 16)
+        assert one.host_peak - other.host_peak == pytest.approx(host, abs=1 << 20)
+        bandwidth = DEVICES[SMALL].host_bandwidth
+        assert found.step_time_s > LAYERS * BLOCK / bandwidth, "each comes for forward and for backward, but for the last two"
+    some = plan(run, "offload.params=cpu", "offload.modules=['layers.[0-5].*']", "activation=full", device=SMALL).largest
+    assert some.most["parameters"] == whole.largest.most["parameters"] - 4 * BLOCK
+    for words, why in (
+        (["peft=none"], "offload.params: cpu leaves frozen weights in host memory, and all of this model trains"),
+        (["sharding=fsdp", "offload.budget=1GiB"], "offload.budget: fsdp brings all parameters from host memory"),
+        (["sharding={name: zero, stage: 3}", "offload.modules=[layers.1]"], "offload.modules: DeepSpeed brings all parameters"),
+        (["offload.params=auto"], "a run does not find out what frozen weights may take"),
+    ):
+        with pytest.raises(UserError, match=why):
+            plan(run, "offload.params=cpu", *words, device=SMALL)
+
+
 @pytest.fixture
 def generates(tmp_path: Path) -> Path:
     torch.manual_seed(0)

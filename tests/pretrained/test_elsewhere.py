@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import fw
 from fw.checkpointing import streaming
-from fw.checkpointing.elsewhere import choose_elsewhere
+from fw.checkpointing.elsewhere import allocate, announce, check_host, chosen_elsewhere
 from fw.checkpointing.placement import quantizing
 from fw.checkpointing.quantized_files import weights_of
 from fw.checkpointing.streaming import room, stream
@@ -30,7 +30,7 @@ from fw.kinds.peft import PeftPlugin
 from fw.kinds.quantization import QuantizationPlugin
 from fw.meter.allocations import allocations
 from fw.planned import PlannedGPU, planning_for
-from fw.pretrained.load import chosen_elsewhere, leave, save_model, structure
+from fw.pretrained.load import save_model, structure
 from fw_plugins.offload.activations import offload
 from fw_plugins.offload.disk_store import DiskStore
 from models.architectures import CASES, VOCABULARY, save
@@ -195,8 +195,8 @@ def adapted(place: Path, policy: OffloadPolicy | None, activation: str, quantiza
     model, weights, _ = structure(place, torch.float32, quantization=quantization)
     with torch.device("meta"):
         model.adapters = make(PeftPlugin, "lora", rank=3, targets=["all-linear"]).apply(model)
-    with as_on_a_gpu():
-        leave(model, chosen_elsewhere(model, weights, CPU, policy), CPU)
+    announce(model, chosen_elsewhere(model, weights, True, policy), True)
+    allocate(model)
     recomputation(activation, **options).apply(model, SPEC, 32)
     model.materialise(CPU)
     filling = weights_for(weights_of(weights), model)
@@ -281,7 +281,7 @@ def test_what_forward_keeps(tmp_path):
             found.mark("forward")
             loss.backward()
         kept.append((found.marks["forward"], found.peak_bytes))
-    assert kept[0] == kept[1]
+    assert kept[1] == pytest.approx(kept[0], abs=64), "what autograd keeps of numbers is a tensor's only where hooks see it"
 
 
 @pytest.mark.parametrize(
@@ -304,13 +304,13 @@ def test_files_in_another_dtype_are_no_help(tmp_path):
         loaded(tmp_path, IN_FILES)
 
 
-def test_more_than_the_host_has(tmp_path, monkeypatch):
+def test_more_than_the_host_has(tmp_path):
     made(tmp_path, 3)
     model, *_ = structure(tmp_path, torch.float32)
-    away = choose_elsewhere(model, tmp_path, ON_HOST)
-    monkeypatch.setattr("fw.pretrained.load.available_bytes", lambda device: 100)
+    away = chosen_elsewhere(model, tmp_path, True, ON_HOST)
+    check_host(away, size(tmp_path, 3))
     with pytest.raises(UserError, match=r"of weights are to lie in host memory, of which 100 B are free; .*offload.params=nvme"):
-        leave(model, away, CPU)
+        check_host(away, 100)
 
 
 def test_what_comes_of_files_is_not_overwritten_on_its_way(tmp_path, monkeypatch):

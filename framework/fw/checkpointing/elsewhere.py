@@ -9,14 +9,16 @@ from pathlib import Path
 
 from torch import Tensor
 
-from fw.checkpointing.in_files import found_in_files, matching, matrices, none_in_files
+from fw.checkpointing.in_files import choose_in_files, found_in_files, matching, matrices, none_in_files
 from fw.checkpointing.quantized_files import weights_of
 from fw.checkpointing.streaming import PLACES, room
 from fw.checkpointing.tensor_files import weights_for
 from fw.config import format_size
 from fw.errors import UserError
+from fw.kernels.copies import host_memory
 from fw.kinds.model import CausalLM
 from fw.kinds.offload import OffloadPolicy
+from fw.planned import planned_gpu
 
 _Weights = Mapping[str, Tensor]
 
@@ -33,13 +35,67 @@ class Elsewhere:
     on_host: _Weights = field(default_factory=dict)
     in_files: _Weights = field(default_factory=dict)
 
+    @property
+    def host_bytes(self) -> int:
+        """Of the host's memory."""
+        return _bytes(self.on_host)
 
-def choose_elsewhere(model: CausalLM, weights: Path, policy: OffloadPolicy) -> Elsewhere:
-    """Of a model on the meta device, the matrices and codes of as few blocks as make the rest, and room for those of two blocks, fit
+
+def chosen_elsewhere(model: CausalLM, weights: Path, on_gpu: bool, policy: OffloadPolicy | None) -> Elsewhere:
+    """Of a model on the meta device the parameters that are not to be in memory where it computes.
+
+    Args:
+        weights: the model's directory.
+        on_gpu: whether that is a GPU's.
+
+    Raises:
+        UserError: as ``policy`` wants it cannot be.
+    """
+    if policy is None or policy.params == "device":
+        return Elsewhere()
+    if not on_gpu:
+        return Elsewhere(in_files=choose_in_files(model, weights_for(weights_of(weights), model), policy))
+    return choose_elsewhere(model, weights, policy)
+
+
+def check_host(away: Elsewhere, free: int) -> None:
+    """Refuse what the host has no memory for.
+
+    Args:
+        free: bytes of it.
+
+    Raises:
+        UserError: that is less.
+    """
+    if planned_gpu() is None and away.host_bytes > free:
+        raise UserError(
+            f"offload.params: {format_size(away.host_bytes)} of weights are to lie in host memory, of which {format_size(free)} are free;"
+            " leave them in the files (offload.params=nvme), or keep them in fewer bits (quantization)"
+        )
+
+
+def announce(model: CausalLM, away: Elsewhere, on_gpu: bool) -> None:
+    """Say of a model on the meta device which parameters these are."""
+    model.in_files = away.in_files
+    if on_gpu:
+        model.elsewhere = {**away.on_host, **away.in_files}
+
+
+def allocate(model: CausalLM) -> None:
+    """Memory of the host for those that are to lie there; before the model leaves the meta device."""
+    model.elsewhere = {
+        name: model.in_files[name] if name in model.in_files else host_memory(tensor.shape, tensor.dtype)
+        for name, tensor in model.elsewhere.items()
+    }
+
+
+def choose_elsewhere(model: CausalLM, weights: Path | None, policy: OffloadPolicy) -> Elsewhere:
+    """Of a model on the meta device, the frozen matrices and codes of as few blocks as make the rest, and room for those of two blocks, fit
     ``policy.budget``; of all blocks where there is none. They are spread evenly, so that a block is on its way while others compute.
 
     Args:
-        weights: the model's directory. Where it has no files, as for a plan, they are taken to hold what the model has.
+        weights: the model's directory; None for one with initial values. Where it has no files, as for a plan, they are taken to hold what
+            the model has.
 
     Raises:
         UserError: nothing can leave, or too little.
@@ -48,7 +104,9 @@ def choose_elsewhere(model: CausalLM, weights: Path, policy: OffloadPolicy) -> E
     in_files: list[_Weights] = [{} for _ in on_host]
     host_room = inf if policy.params == "cpu" else policy.host_budget or 0
     if host_room < sum(map(_bytes, on_host)):
-        found = _found(model, weights)
+        own = dict(model.named_parameters())
+        files = {} if weights is None else _found(model, weights)
+        found = {name: tensor for name, tensor in files.items() if _is_frozen(model, name, own[name])}
         if not found and not host_room:
             raise none_in_files(model, weights, "offload.params")
         in_files = _of_blocks(model, found, policy)
@@ -87,8 +145,12 @@ def _bytes(weights: _Weights) -> int:
 
 def _is_large(model: CausalLM, name: str, tensor: Tensor) -> bool:
     """Vectors are not worth a copy; codes are what matrices have become."""
-    added = model.adapters is not None and name in model.adapters.added
-    return not added and (tensor.dim() > 1 or any(name in weight.kept for weight in model.quantized.values()))
+    return _is_frozen(model, name, tensor) and (tensor.dim() > 1 or any(name in weight.kept for weight in model.quantized.values()))
+
+
+def _is_frozen(model: CausalLM, name: str, tensor: Tensor) -> bool:
+    """Of a model with adapters; all of another, which nobody trains."""
+    return model.adapters is None or not (name in model.adapters.added or tensor.requires_grad)
 
 
 def _of_blocks(model: CausalLM, movable: _Weights, policy: OffloadPolicy) -> list[_Weights]:

@@ -189,6 +189,8 @@ class ShardingPlugin(Plugin):
     """Decides how ranks divide the model."""
 
     kind: ClassVar[str] = "sharding"
+    moves_parameters: ClassVar[bool] = True
+    """Whether it brings parameters from where ``offload.params`` says; else each rank has them whole, and frozen ones may lie elsewhere."""
 
     @abstractmethod
     def mesh_shape(self, world_size: int) -> dict[str, int]:

@@ -94,6 +94,7 @@ def _start(recipe: Recipe, built: Built, mesh: DeviceMesh | None, device: torch.
     for model in (built.model, built.beside):
         if model is not None:
             model.in_files = {name: ledger.in_a_file(tensor) for name, tensor in model.in_files.items()}
+            model.elsewhere = {name: model.in_files.get(name, tensor) for name, tensor in model.elsewhere.items()}
     give = filling(built.model, recipe.model.weights, ledger, initial)
     wanted = recipe.objective.beside
     beside = None if built.beside is None or wanted is None else filling(built.beside, Path(wanted.path), ledger, initial=False)

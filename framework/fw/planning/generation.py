@@ -16,6 +16,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from fw.checkpointing.elsewhere import allocate, announce, chosen_elsewhere
 from fw.checkpointing.streaming import stream
 from fw.config import InferenceSection, format_size, parse_size
 from fw.errors import UserError
@@ -42,14 +43,14 @@ from fw.meter.devices import Device, of_product, on_device
 from fw.meter.document import Generation, MemoryDocument, PhaseMemory, RankMemory
 from fw.meter.memory import held_bytes
 from fw.meter.step_memory import BUFFERS, COMPONENT_OF, KV, OTHER, RULES, WEIGHTS
-from fw.planned import planning_for
+from fw.planned import is_gpu, planning_for
 from fw.planning.around_steps import filling, highest, read_bytes
 from fw.planning.caching_allocator import LARGE_SEGMENT
 from fw.planning.ledger import Ledger
 from fw.planning.on_gpu import allocator_peaks, with_allocator
 from fw.planning.plan import CPU, host_memory
 from fw.pretrained.division import Division
-from fw.pretrained.load import chosen_elsewhere, leave, structure
+from fw.pretrained.load import structure
 from fw.recipe.inference import InferenceRecipe
 
 _CPU = torch.device(CPU)
@@ -336,10 +337,12 @@ class _Reader:
         """With weights that stay in files, where some are to."""
         with _disable_current_modes():  # on the meta device nothing is to be faked
             model, weights, _ = structure(path, dtype, attention, adapter=adapter, quantization=quantization)
-            away = chosen_elsewhere(model, weights, device, offload)
+            away = chosen_elsewhere(model, weights, is_gpu(device), offload)
             if division is not None:
                 division.cut(model)
-        leave(model, away, device, self._ledger.in_a_file)
+        in_files = {name: self._ledger.in_a_file(tensor) for name, tensor in away.in_files.items()}
+        announce(model, replace(away, in_files=in_files), is_gpu(device))
+        allocate(model)
         model.materialise(device)
         filling(model, weights, self._ledger, initial=False)({n: t for n, t in model.stored().items() if n not in model.in_files})
         stream(model, device)

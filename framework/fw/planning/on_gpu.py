@@ -25,12 +25,9 @@ def check_plannable(recipe: Recipe) -> None:
     """Refuse what would be planned as if it were on the GPU.
 
     Raises:
-        UserError: parameters are offloaded, which FSDP moves by itself, or stay in files, where no GPU computes with them.
+        UserError: parameters are offloaded, which FSDP and DeepSpeed move by themselves.
     """
-    if recipe.offload.policy().params_in_files:
-        place = recipe.config.origin(("offload", "params"))
-        raise UserError(f"{place}: offload.params: nvme leaves weights in the model's files for a CPU so far; leave it out")
-    if recipe.offload.policy().params != "device":
+    if recipe.offload.policy().params != "device" and recipe.sharding.moves_parameters:
         raise UserError(
             f"{recipe.config.origin(('offload', 'params'))}: offload.params cannot be planned for a GPU yet; measure it with fw profile,"
             " or plan it without"

@@ -161,6 +161,8 @@ def _offloads(recipe: Recipe, gpu: Device | None) -> list[Choice]:
     """To the host's memory, where that is another than the device's; where it is not, what is frozen stays in its files."""
     if gpu is None:
         return _frozen(recipe)
+    if recipe.names[PEFT] != ("none",) and not recipe.sharding.moves_parameters:  # what trains is small beside what does not
+        return [Choice(OFFLOAD, ("offload.params=cpu",)), Choice(OFFLOAD, ("offload.params=cpu", "offload.activations=cpu"))]
     return [Choice(OFFLOAD, ("offload.optimizer=cpu",)), Choice(OFFLOAD, ("offload.optimizer=cpu", "offload.activations=cpu"))]
 
 

@@ -126,6 +126,7 @@ def trace_blocks(
             read = around_steps.read_bytes(made.model, recipe.model.weights)
             state = around_steps.shapes(made.stepper.optimizer_tensors())
             made.stepper.close()
+            del made, built, repetition  # who goes on has not begun before: what lies in the host's memory would be there twice
             resume = None if again is None else _resume(recipe, again, mesh, ledger, state)
         telling = [*_telling(local), len(local)]
         repeated = [following - number for number, following in pairwise(telling)]

@@ -12,16 +12,14 @@ import torch
 from torch import Tensor
 
 from fw.bars import Bar
-from fw.checkpointing.elsewhere import Elsewhere, choose_elsewhere
-from fw.checkpointing.in_files import choose_in_files
+from fw.checkpointing.elsewhere import allocate, announce, check_host, chosen_elsewhere
 from fw.checkpointing.placement import quantizing
 from fw.checkpointing.quantized_files import quantization_for, weights_of
 from fw.checkpointing.stream import SafetensorsWriter, Sized, index, size_bytes, split
 from fw.checkpointing.streaming import stream
 from fw.checkpointing.tensor_files import ADAPTER, TensorFiles, adapter_for, weights_for
-from fw.config import format_size, parse_size
+from fw.config import parse_size
 from fw.errors import UserError
-from fw.kernels.copies import host_memory
 from fw.kinds import make, plugin_class
 from fw.kinds.attention import AttentionPlugin
 from fw.kinds.checkpoint import parts
@@ -30,7 +28,7 @@ from fw.kinds.offload import OffloadPolicy
 from fw.kinds.quantization import QuantizationPlugin
 from fw.locate import ADAPTER_CONFIG, CONFIG, find, inside
 from fw.meter.memory import available_bytes
-from fw.planned import is_gpu, planned_gpu
+from fw.planned import is_gpu
 from fw.pretrained.directory import read_adapter_config
 from fw.pretrained.division import Division
 from fw.pretrained.new_directory import new_directory
@@ -77,11 +75,13 @@ def load_model(
     made, weights, directory = structure(path, dtype, attention, model, adapter, quantization)
     filling = weights_for(weights_of(weights), made)
     place = torch.device(device)
-    away = chosen_elsewhere(made, weights, place, offload)
+    away = chosen_elsewhere(made, weights, is_gpu(place), offload)
+    check_host(away, available_bytes(_HOST))
     put = adapter_for(TensorFiles(directory, ADAPTER), made) if directory is not None else None
     if division is not None:
         division.cut(made)
-    leave(made, away, place)
+    announce(made, away, is_gpu(place))
+    allocate(made)
     made.materialise(place)
     tensors, added = made.stored(), made.adapters.added if made.adapters is not None else {}
     own = {n: t for n, t in tensors.items() if n not in added and n not in made.in_files}
@@ -96,43 +96,6 @@ def load_model(
         division.finish(made)
     stream(made, place)
     return made.eval()
-
-
-def chosen_elsewhere(model: CausalLM, weights: Path, device: torch.device, policy: OffloadPolicy | None) -> Elsewhere:
-    """Of a model on the meta device the parameters that are not to be in memory where it computes.
-
-    Args:
-        weights: the model's directory.
-
-    Raises:
-        UserError: as ``policy`` wants it cannot be.
-    """
-    if policy is None or policy.params == "device":
-        return Elsewhere()
-    if not is_gpu(device):
-        return Elsewhere(in_files=choose_in_files(model, weights_for(weights_of(weights), model), policy))
-    return choose_elsewhere(model, weights, policy)
-
-
-def leave(model: CausalLM, away: Elsewhere, device: torch.device, mapped: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> None:
-    """Have them lie there.
-
-    Args:
-        mapped: what stands for a tensor in its file.
-
-    Raises:
-        UserError: the host has not as much memory.
-    """
-    needed = sum(tensor.numel() * tensor.element_size() for tensor in away.on_host.values())
-    if planned_gpu() is None and needed > (free := available_bytes(_HOST)):
-        raise UserError(
-            f"offload.params: {format_size(needed)} of weights are to lie in host memory, of which {format_size(free)} are free; leave them"
-            " in the files (offload.params=nvme), or keep them in fewer bits (quantization)"
-        )
-    model.in_files = {name: mapped(tensor) for name, tensor in away.in_files.items()}
-    if is_gpu(device):
-        on_host = {name: host_memory(tensor.shape, tensor.dtype) for name, tensor in away.on_host.items()}
-        model.elsewhere = {**on_host, **model.in_files}
 
 
 def structure(

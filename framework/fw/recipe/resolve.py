@@ -283,11 +283,14 @@ def _check_parameters(config: Config, offload: OffloadPolicy, model: ModelPlugin
                 " offload.max_memory='{cpu: 4GiB}'"
             )
         return
+    if offload.params == "cpu":  # sharding says whether it brings all or some
+        return
     for name, given in (("budget", offload.budget is not None), ("modules", offload.modules)):
         if given:
             place = config.origin(("offload", name))
             raise UserError(
-                f"{place}: offload.{name} is of weights that stay in the model's files (params: nvme, without a path); leave it out"
+                f"{place}: offload.{name} is of weights that stay in the model's files (params: nvme, without a path), or on a GPU's host"
+                " (params: cpu); leave it out"
             )
 
 

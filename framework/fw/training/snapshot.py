@@ -29,7 +29,10 @@ def tensors(made: Assembly) -> dict[str, dict[str, Part]]:
     """The groups of tensors of a run as it stands."""
     stepper, model = made.stepper, made.model
     # A buffer is copied: while a step's tensors are still being saved, the next forward may change it.
-    stored = {name: tensor.detach() if isinstance(tensor, nn.Parameter) else tensor.clone() for name, tensor in model.stored().items()}
+    stored = {
+        name: tensor.detach() if isinstance(tensor, nn.Parameter) or name in model.elsewhere else tensor.clone()
+        for name, tensor in model.stored().items()
+    }
     kept = {**stored, **stepper.weights()}
     weights = {"model": parts(model, kept)} if model.adapters is None else {ADAPTER: adapter_parts(model.adapters, kept)}
     if isinstance(stepper, AveragedWeights):

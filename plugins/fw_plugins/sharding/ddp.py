@@ -44,6 +44,7 @@ class DDP(ShardingPlugin):
     """Data parallel (torch DDP): a full copy of parameters, gradients and optimizer state on every rank."""
 
     api = 1
+    moves_parameters = False
     Config = DDPConfig
     config: DDPConfig
     not_options: ClassVar[Mapping[str, str]] = {

@@ -177,11 +177,16 @@ def check(spec: StepSpec, model: CausalLM, parts: int, gathers: bool) -> None:
     if spec.optimizer.in_backward:
         _check_in_backward(spec, gathers)
     if policy.params_in_files:
-        _check_in_files(spec, gathers)
+        _check_in_files(gathers)
+    elif policy.params == "cpu" and not gathers and spec.device_type != "cpu" and model.adapters is not None:
+        pass  # frozen ones are brought from there
     elif policy.params == "nvme" or (policy.params == "cpu" and not gathers):
         does = "zero with stage 3" if policy.params == "nvme" else "fsdp, or zero with stage 3"
         raise UserError(f"offload.params: {policy.params} needs sharding that brings parameters block by block from there; use {does}")
-    if policy.params == "cpu" and (policy.optimizer == "device" or policy.gradients == "device"):
+    if policy.params == "cpu" and gathers and (policy.budget is not None or policy.modules):
+        name = "budget" if policy.budget is not None else "modules"
+        raise UserError(f"offload.{name}: fsdp brings all parameters from host memory; leave it out, or use sharding=ddp or single")
+    if policy.params == "cpu" and gathers and (policy.optimizer == "device" or policy.gradients == "device"):
         raise UserError(
             "offload.params: fsdp keeps gradients and optimizer state beside them; set offload.gradients and offload.optimizer to cpu"
         )
@@ -198,10 +203,8 @@ def check(spec: StepSpec, model: CausalLM, parts: int, gathers: bool) -> None:
         check_space(policy.path, math.ceil(elements / parts * state), spec.ranks_per_host)
 
 
-def _check_in_files(spec: StepSpec, gathers: bool) -> None:
-    """Whole matrices are in files, for who computes in host memory."""
-    if spec.device_type != "cpu":
-        raise UserError("offload.params: nvme leaves weights in the model's files for a CPU so far; leave it out")
+def _check_in_files(gathers: bool) -> None:
+    """Whole matrices are in files."""
     if gathers:
         raise UserError(
             "offload.params: nvme leaves whole matrices in the model's files, and fsdp divides them between ranks; use sharding=ddp, whose"

@@ -16,6 +16,7 @@ class SingleRank(ShardingPlugin):
     """No sharding: one rank keeps parameters, gradients and optimizer state whole."""
 
     api = 1
+    moves_parameters = False
 
     def mesh_shape(self, world_size: int) -> dict[str, int]:
         """No mesh; one rank only."""

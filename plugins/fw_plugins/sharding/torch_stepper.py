@@ -310,8 +310,12 @@ class TorchStepper(Stepper):
         """Parts of DTensors as they are."""
         state = [value for p in self._trained for value in self._optimizer.state(p).values()]
         gradients = list((self._stashed if self._keeps_apart else self._gradients()).values())
-        weights = [local_part(parameter) for name, parameter in self._model.named_parameters() if name not in self._model.in_files]
+        weights = [local_part(parameter) for name, parameter in self._model.named_parameters() if self._is_in_memory(name)]
         return KeptTensors(weights, gradients, [local_part(s) for s in state], list(self._model.buffers()))
+
+    def _is_in_memory(self, name: str) -> bool:
+        """Whether a parameter is in the device's, if only while its block computes."""
+        return name in self._model.elsewhere or name not in self._model.in_files
 
     @torch.no_grad()
     def kept_by_parameter(self) -> dict[str, KeptTensors]:
@@ -321,7 +325,7 @@ class TorchStepper(Stepper):
         for name, parameter in self.parameters():
             gradient = [gradients[parameter]] if parameter in gradients else []
             state = self._optimizer.state(parameter).values() if parameter.requires_grad else ()
-            weight = [] if name in self._model.in_files else [local_part(parameter)]
+            weight = [local_part(parameter)] if self._is_in_memory(name) else []
             found[name] = KeptTensors(weight, gradient, [local_part(value) for value in state])
         return found
 

@@ -92,6 +92,9 @@ def _offload(config: ZeroConfig, spec: StepSpec) -> None:
             "offload.params: nvme without a path leaves weights in the model's files, where DeepSpeed does not look; use sharding=single or"
             " ddp, or set offload.path"
         )
+    if offload.budget is not None or offload.modules:
+        name = "budget" if offload.budget is not None else "modules"
+        raise UserError(f"offload.{name}: DeepSpeed brings all parameters; leave it out, or use sharding=single or ddp")
     if offload.params != "device" and config.stage < 3:
         raise UserError(
             f"offload.params: {offload.params} needs sharding.stage=3; in stage {config.stage} every rank computes with all parameters"
