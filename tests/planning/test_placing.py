@@ -14,7 +14,6 @@ import tokens
 from conftest import fw as command
 from fw.errors import UserError
 from fw.meter.devices import DEVICES, MIB
-from fw.planning import generation
 from fw.planning.ask import plan
 from models.architectures import CASES, VOCABULARY
 
@@ -30,7 +29,8 @@ OPTIONS = ("inference.dtype=bf16", "inference.max_sequences=2", "inference.repla
 @pytest.fixture(autouse=True)
 def nothing_imported(monkeypatch):
     """What this process has of the host's memory besides is not asked for here."""
-    monkeypatch.setattr(generation, "held_bytes", lambda device: 0)
+    for place in ("generation", "plan"):
+        monkeypatch.setattr(f"fw.planning.{place}.held_bytes", lambda device: 0)
 
 
 @pytest.fixture
@@ -110,9 +110,9 @@ def test_a_frozen_base(model, tmp_path):
         assert other.most["parameters"] - one.most["parameters"] == (LAYERS - 2) * BLOCK
         assert [one.most[part] for part in ("gradients", "optimizer")] == [other.most[part] for part in ("gradients", "optimizer")]
         assert one.most["activations"] == pytest.approx(other.most["activations"], abs=1 << 16)
-        assert one.host_peak - other.host_peak == pytest.approx(host, abs=1 << 20)
+        assert one.host_peak - other.host_peak == pytest.approx(host, abs=1 << 16)
         bandwidth = DEVICES[SMALL].host_bandwidth
-        assert found.step_time_s > LAYERS * BLOCK / bandwidth, "each comes for forward and for backward, but for the last two"
+        assert found.step_time > LAYERS * BLOCK / bandwidth, "each comes for forward and for backward, but for the last two"
     some = plan(run, "offload.params=cpu", "offload.modules=['layers.[0-5].*']", "activation=full", device=SMALL).largest
     assert some.most["parameters"] == whole.largest.most["parameters"] - 4 * BLOCK
     for words, why in (
@@ -122,7 +122,7 @@ def test_a_frozen_base(model, tmp_path):
         (["offload.params=auto"], "a run does not find out what frozen weights may take"),
     ):
         with pytest.raises(UserError, match=why):
-            plan(run, "offload.params=cpu", *words, device=SMALL)
+            plan(run, "offload.params=cpu", *words, device="cpu" if "sharding" in words[0] else SMALL)
 
 
 @pytest.fixture

@@ -39,8 +39,9 @@ class Repetition:
 
     @staticmethod
     def of(made: Assembly, ledger: Ledger, steps_in_backward: bool) -> Repetition | None:
-        """None for a model of few blocks, or of too many kinds, and where something waits for the gradients of all."""
-        if isinstance(made.stepper.module, DistributedDataParallel):
+        """None for a model of few blocks, or of too many kinds; where something waits for the gradients of all; where blocks have places in
+        turn, for weights that come from elsewhere."""
+        if isinstance(made.stepper.module, DistributedDataParallel) or made.model.elsewhere:
             return None
         pattern = pattern_of(made.model)
         return Repetition(pattern, made, ledger, steps_in_backward) if pattern is not None else None
