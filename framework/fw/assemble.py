@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -12,11 +13,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fw.averaging import AveragedWeights
-from fw.checkpointing.elsewhere import Elsewhere, allocate, announce, check_host, choose_elsewhere
+from fw.checkpointing.elsewhere import HOST_SHARE, Elsewhere, allocate, announce, announced, check_host, choose_elsewhere
 from fw.checkpointing.in_files import bring_ahead, frozen_in_files
 from fw.checkpointing.placement import initialise, local_part, quantizing
 from fw.checkpointing.quantized_files import quantization_for, weights_of
-from fw.checkpointing.streaming import stream
+from fw.checkpointing.streaming import expect, stream
 from fw.checkpointing.tensor_files import ADAPTER, TensorFiles, adapter_for, weights_for
 from fw.errors import UserError
 from fw.kinds import make
@@ -30,6 +31,7 @@ from fw.kinds.sharding import REPLICATE, Stepper, StepSpec
 from fw.locate import find
 from fw.meter.flops import ModelFlops
 from fw.meter.memory import available_bytes
+from fw.planned import planned_gpu
 from fw.recipe import Recipe
 
 
@@ -113,9 +115,13 @@ def build(recipe: Recipe, vocab_size: int, mesh: DeviceMesh | None, device: torc
         flops = ModelFlops.of(model, recipe.train.sequence_length)
         _change(model, recipe, spec)
         flops = flops.with_adapters(model)
-    announce(model, _elsewhere(model, recipe, spec), spec.device_type != "cpu")
+    away = _elsewhere(model, recipe, spec)
+    check_host(away, available_bytes(torch.device("cpu")))
+    announce(model, away, spec.device_type != "cpu")
     recipe.sharding.parallelize(model, mesh)
     recipe.precision.convert(model, device)
+    if model.elsewhere:
+        expect(model)
     recipe.activation.apply(model, spec, recipe.train.sequence_length)
     if recipe.train.compile:
         # Blocks of several kinds (windows, experts), training and evaluation, and shapes all count; beyond the limit dynamo goes eager.
@@ -234,8 +240,22 @@ def _elsewhere(model: CausalLM, recipe: Recipe, spec: StepSpec) -> Elsewhere:
     if spec.device_type == "cpu":
         assert recipe.model.weights is not None
         return Elsewhere(in_files=frozen_in_files(model, recipe.model.weights, policy.on_cpu()))
+    if policy.automatic and policy.budget is None:
+        raise UserError(
+            "offload.params: auto: a run does not find out what frozen weights may take of a GPU; say it, as in"
+            " offload.max_memory='{device: 12GiB}'"
+        )
+    if policy.automatic and policy.host_budget is None:
+        free = math.inf if planned_gpu() is not None else HOST_SHARE * available_bytes(torch.device("cpu")) / recipe.ranks_per_host
+        policy = replace(policy, host_budget=free)
     away = choose_elsewhere(model, recipe.model.weights, policy)
-    check_host(away, available_bytes(torch.device("cpu")) // recipe.ranks_per_host)
+    own = dict(model.named_parameters())
+    compute = spec.precision.compute
+    if spec.precision.full_eval and any(own[name].is_floating_point() and own[name].dtype != compute for name in announced(away)):
+        raise UserError(
+            "offload.params: precision.full_eval converts weights once for a validation, and those that come from elsewhere are not kept in"
+            f" {str(compute).removeprefix('torch.')}; leave it out"
+        )
     return away
 
 

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import re
 import threading
+from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -20,7 +23,7 @@ from fw.checkpointing import streaming
 from fw.checkpointing.elsewhere import allocate, announce, check_host, chosen_elsewhere
 from fw.checkpointing.placement import quantizing
 from fw.checkpointing.quantized_files import weights_of
-from fw.checkpointing.streaming import room, stream
+from fw.checkpointing.streaming import expect, room, stream
 from fw.checkpointing.tensor_files import weights_for
 from fw.errors import UserError
 from fw.kernels.copies import Copy, Lane
@@ -197,6 +200,8 @@ def adapted(place: Path, policy: OffloadPolicy | None, activation: str, quantiza
         model.adapters = make(PeftPlugin, "lora", rank=3, targets=["all-linear"]).apply(model)
     announce(model, chosen_elsewhere(model, weights, True, policy), True)
     allocate(model)
+    if model.elsewhere:
+        expect(model)
     recomputation(activation, **options).apply(model, SPEC, 32)
     model.materialise(CPU)
     filling = weights_for(weights_of(weights), model)
@@ -209,35 +214,108 @@ def adapted(place: Path, policy: OffloadPolicy | None, activation: str, quantiza
     return model.train()
 
 
-def gradients(model) -> dict[str, Tensor]:
+def gradients(model, between: bool = True) -> dict[str, Tensor]:
     """Of two micro-batches, and a forward without any between them."""
+    model.zero_grad()
     for at in (0, 7):
         model(torch.arange(at, at + 24).view(2, 12) % VOCABULARY).square().mean().backward()
-        logits(model)
+        if between:
+            logits(model)
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-RECOMPUTED = [
-    ("none", {}),
-    ("full", {}),
-    ("every_n", {"n": 2}),
-    ("sqrt", {}),
-    ("selective", {}),
-    ("modules", {"patterns": ["*.mlp", "*.1.*norm*"]}),
-]
+RECOMPUTED = {
+    "none": {},
+    "full": {},
+    "every_n": {"n": 2},
+    "sqrt": {},
+    "selective": {},
+    "modules": {"patterns": ["*.mlp", "*.1.*norm*"]},
+    "modules, layers": {"patterns": ["*_proj"]},
+}
 
 
 @pytest.mark.parametrize("lane", [Lane, Late])
-@pytest.mark.parametrize(("activation", "options"), RECOMPUTED, ids=[name for name, _ in RECOMPUTED])
-def test_gradients_through_a_frozen_base(tmp_path, monkeypatch, activation, options, lane):
+@pytest.mark.parametrize("way", RECOMPUTED)
+def test_gradients_through_a_frozen_base(tmp_path, monkeypatch, way, lane):
     """Autograd keeps no weight: in backward its place has another block's."""
     made(tmp_path, 5)
     expected = gradients(adapted(tmp_path, None, "none"))
     monkeypatch.setattr(streaming, "Lane", lane)
     for policy in (ON_HOST, IN_FILES, OffloadPolicy(params="cpu", modules=("layers.[024]*",))):
-        found = gradients(adapted(tmp_path, policy, activation, **options))
+        found = gradients(adapted(tmp_path, policy, way.partition(",")[0], **RECOMPUTED[way]))
         assert found.keys() == expected.keys() and len(found) == 5 * 7 * 2
         assert all(torch.equal(found[name], expected[name]) for name in found)
+
+
+class Threaded(Lane):
+    """Copies at once. What comes of files is read by a thread, which does nothing before somebody waits for it, or for another copy to the
+    same place: at the worst moment."""
+
+    waiting: ClassVar[list[tuple[int, Callable[[], None]]]] = []
+
+    def now(self):
+        return object(), None
+
+    def copy(self, target: Tensor, source: Tensor, after=None) -> Copy:
+        target.copy_(source)
+        return ThreadedCopy(target)
+
+    @classmethod
+    def catch_up(cls, place: int | None = None) -> None:
+        late = [entry for entry in cls.waiting if place in (None, entry[0])]
+        for entry in late:
+            cls.waiting.remove(entry)
+            entry[1]()
+
+
+class ThreadedCopy(Copy):
+    def __init__(self, target: Tensor) -> None:
+        self.place = target.untyped_storage().data_ptr()
+
+    def wait(self) -> None:
+        Threaded.catch_up(self.place)
+
+    def done(self) -> None:
+        """It is."""
+
+
+class LateThread:
+    def __init__(self, *_) -> None:
+        """One at a time."""
+
+    def submit(self, read, number, *given) -> Future:
+        future: Future = Future()
+        place = read.__self__._weights[number][0].target.untyped_storage().data_ptr()
+        Threaded.waiting.append((place, lambda: future.set_result(read(number, *given))))
+        result = future.result
+
+        def caught_up() -> Copy:
+            Threaded.catch_up()
+            return result()
+
+        future.result = caught_up
+        return future
+
+
+def test_what_nobody_waited_for_is_not_late(tmp_path, monkeypatch):
+    """A backward ends above the first blocks, one of which it has fetched from a file; the next forward wants that one's place."""
+    made(tmp_path, 7)
+
+    def upper(policy: OffloadPolicy | None):
+        model = adapted(tmp_path, policy, "none")
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(parameter.requires_grad and int(name.split(".")[1]) > 3 if name.startswith("layers.") else False)
+        return model
+
+    whole = upper(None)
+    expected = [gradients(whole, between=False) for _ in range(3)]
+    monkeypatch.setattr(streaming, "Lane", Threaded)
+    monkeypatch.setattr(streaming, "ThreadPoolExecutor", LateThread)
+    model = upper(OffloadPolicy(params="nvme", host_budget=size(tmp_path, 3)))
+    for wanted in expected:
+        found = gradients(model, between=False)
+        assert len(wanted) == 3 * 7 * 2 and all(torch.equal(found[name], grad) for name, grad in wanted.items())
 
 
 @pytest.mark.parametrize("case", ["qwen3", "gemma2", "gpt2", "mixtral", "qwen3_moe"])

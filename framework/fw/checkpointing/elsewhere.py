@@ -9,7 +9,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from fw.checkpointing.in_files import choose_in_files, found_in_files, matching, matrices, none_in_files
+from fw.checkpointing.in_files import choose_in_files, found_in_files, is_in, matching, matrices, none_in_files
 from fw.checkpointing.quantized_files import weights_of
 from fw.checkpointing.streaming import PLACES, room
 from fw.checkpointing.tensor_files import weights_for
@@ -21,6 +21,8 @@ from fw.kinds.offload import OffloadPolicy
 from fw.planned import planned_gpu
 
 _Weights = Mapping[str, Tensor]
+HOST_SHARE = 0.8
+"""Of the host's free memory, for weights that nobody has bounded."""
 
 
 @dataclass(frozen=True)
@@ -74,11 +76,16 @@ def check_host(away: Elsewhere, free: int) -> None:
         )
 
 
+def announced(away: Elsewhere) -> dict[str, Tensor]:
+    """All of them."""
+    return {**away.on_host, **away.in_files}
+
+
 def announce(model: CausalLM, away: Elsewhere, on_gpu: bool) -> None:
     """Say of a model on the meta device which parameters these are."""
     model.in_files = away.in_files
     if on_gpu:
-        model.elsewhere = {**away.on_host, **away.in_files}
+        model.elsewhere = announced(away)
 
 
 def allocate(model: CausalLM) -> None:
@@ -109,7 +116,8 @@ def choose_elsewhere(model: CausalLM, weights: Path | None, policy: OffloadPolic
         found = {name: tensor for name, tensor in files.items() if _is_frozen(model, name, own[name])}
         if not found and not host_room:
             raise none_in_files(model, weights, "offload.params")
-        in_files = _of_blocks(model, found, policy)
+        if not host_room or policy.modules == () or _any_is_in(found, policy):
+            in_files = _of_blocks(model, found, policy)
     some = [number for number, (these, those) in enumerate(zip(on_host, in_files, strict=True)) if these and (host_room or those)]
     if not some:
         raise UserError(f"offload.modules: nothing of {', '.join(policy.modules)} is a matrix of a block, and only these leave a GPU")
@@ -128,11 +136,16 @@ def choose_elsewhere(model: CausalLM, weights: Path | None, policy: OffloadPolic
         if policy.budget is None or taken <= policy.budget:
             return chosen
         least = min(least, taken)
+    option = "offload.max_memory: device" if policy.automatic else "offload.budget"
     raise UserError(
-        f"offload.budget: {format_size(policy.budget or 0)}, and {format_size(int(least))} are the least that weights take here: what is in"
+        f"{option}: {format_size(policy.budget or 0)}, and {format_size(int(least))} are the least that weights take here: what is in"
         " no block, vectors, and room for two blocks on their way; raise it"
         + (", or set offload.modules to more" if policy.modules else "")
     )
+
+
+def _any_is_in(found: _Weights, policy: OffloadPolicy) -> bool:
+    return any(is_in(name, pattern) for name in found for pattern in policy.modules)
 
 
 def _also_in_files(chosen: Elsewhere, leaving: _Weights) -> Elsewhere:

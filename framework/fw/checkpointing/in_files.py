@@ -114,15 +114,16 @@ def matching(model: CausalLM, movable: Mapping[str, Tensor], policy: OffloadPoli
     """
     every = model.stored()
     for pattern in policy.modules:
-        if not any(_is_in(name, pattern) for name in every):
+        if not any(is_in(name, pattern) for name in every):
             raise UserError(f"offload.modules: no parameter of the model is in '{pattern}' (there is {next(iter(every))}, for one)")
-    those = {name: tensor for name, tensor in movable.items() if not policy.modules or any(_is_in(name, p) for p in policy.modules)}
+    those = {name: tensor for name, tensor in movable.items() if not policy.modules or any(is_in(name, p) for p in policy.modules)}
     if movable and not those:
         raise UserError(f"offload.modules: nothing of {', '.join(policy.modules)} can leave memory ({next(iter(movable))} can, for one)")
     return those
 
 
-def _is_in(name: str, pattern: str) -> bool:
+def is_in(name: str, pattern: str) -> bool:
+    """Whether a parameter, or something that has it, is called so."""
     return fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")
 
 

@@ -93,12 +93,15 @@ def quantizing(give: Give, model: CausalLM, codes: Callable[[str], Mapping[str, 
     @torch.no_grad()
     def give_codes(tensors: Mapping[str, Tensor]) -> None:
         give({name: tensor for name, tensor in tensors.items() if name not in kept})
+        computes = next((p.device for p in model.parameters() if p.device.type != "cpu"), None)
         for name, weight in model.quantized.items():
             if name not in tensors:
                 continue
             values = codes(name)
             if values is None:
-                whole = torch.empty(weight.shape, dtype=weight.dtype, device=tensors[name].device)
+                there = tensors[name].device
+                device = computes or there if name in model.elsewhere else there  # codes are made faster where the model computes
+                whole = torch.empty(weight.shape, dtype=weight.dtype, device=device)
                 give({name: whole})
                 values = weight.quantize(whole)
             for part, value in values.items():

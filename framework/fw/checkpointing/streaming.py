@@ -7,6 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +29,49 @@ def room(tensors: Iterable[Tensor]) -> int:
     return sum(_aligned(tensor) for tensor in tensors)
 
 
+class Expected:
+    """What modules of a model ask whose weights come from elsewhere, before there are any."""
+
+    def __init__(self) -> None:
+        self.storages: frozenset[int] = frozenset()
+        self.brought: Brought | None = None
+
+    def theirs(self, tensor: Tensor) -> bool:
+        """Whether it lies where weights are brought to."""
+        return _storage(tensor) in self.storages
+
+    def computes(self, number: int) -> None:
+        """A block is about to."""
+        if self.brought is not None:
+            self.brought.computes(number)
+
+
+_expected: WeakKeyDictionary[nn.Module, Expected] = WeakKeyDictionary()
+
+
+def expect(model: CausalLM) -> Expected:
+    """Have each module that has such weights see to it that they are there. To be called once classes of modules are what they will be, and
+    before anything repeats a module's forward: what is repeated must ask again."""
+    expected = _expected[model] = Expected()
+    for number, (block, those) in enumerate(_of_blocks(model)):
+        own = {id(model.get_parameter(name)) for name in those}
+        for module in block.modules():
+            if any(id(parameter) in own for parameter in module._parameters.values()):
+                module.forward = without_saving(module.forward, expected.theirs, partial(expected.computes, number))
+    return expected
+
+
+def _of_blocks(model: CausalLM) -> list[tuple[nn.Module, dict[str, Tensor]]]:
+    """Blocks that have any, in order, and their own."""
+    names = {id(tensor): name for name, tensor in model.named_parameters()}
+    found = []
+    for block in model.blocks:
+        those = {names[id(p)]: model.elsewhere[names[id(p)]] for p in block.parameters() if names[id(p)] in model.elsewhere}
+        if those:
+            found.append((block, those))
+    return found
+
+
 def stream(model: CausalLM, device: torch.device, lane: Lane | None = None) -> None:
     """Have each block find its weights of ``model.elsewhere`` on ``device`` when it computes.
 
@@ -39,12 +83,8 @@ def stream(model: CausalLM, device: torch.device, lane: Lane | None = None) -> N
     """
     if not model.elsewhere:
         return
-    names = {id(tensor): name for name, tensor in model.named_parameters()}
-    of_block = []
-    for block in model.blocks:
-        those = {names[id(p)]: model.elsewhere[names[id(p)]] for p in block.parameters() if names[id(p)] in model.elsewhere}
-        if those:
-            of_block.append((block, those))
+    expected = _expected.get(model) or expect(model)
+    of_block = _of_blocks(model)
     size = max(room(those.values()) for _, those in of_block)
     count = min(PLACES, len(of_block))
     places = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(count)]
@@ -60,16 +100,12 @@ def stream(model: CausalLM, device: torch.device, lane: Lane | None = None) -> N
             begin += _aligned(source)
         _put(block, {id(model.get_parameter(name)): weight.target for name, weight in zip(those, own, strict=True)})
         weights.append(own)
-    brought = Brought(weights, count, lane or Lane(device))
-    storages = {_storage(place) for place in places}
-
-    def theirs(tensor: Tensor) -> bool:
-        return _storage(tensor) in storages
-
+    lane = lane or Lane(device)
+    for place in places:
+        lane.keeps(place)
+    expected.brought = brought = Brought(weights, count, lane)
+    expected.storages = frozenset(_storage(place) for place in places)
     for number, (block, _) in enumerate(of_block):
-        for module in block.modules():
-            if any(parameter is not None and theirs(parameter) for parameter in module._parameters.values()):
-                module.forward = without_saving(module.forward, theirs, partial(brought.computes, number))
         block.register_forward_pre_hook(_hook(brought.computes, number))
         block.register_forward_hook(_hook(brought.ended, number))
 
@@ -180,8 +216,11 @@ class Brought:
         """Begin to, unless it is there or on its way; the place."""
         place = self._place(number)
         if self._holds[place] != number:
-            self._holds[place] = number
+            if (before := self._copies[place]) is not None:  # nobody has waited for it; it may not even be on the lane yet
+                before.wait()
+            self._holds[place] = None
             self._copies[place] = self._begun(number, place)
+            self._holds[place] = number
         return place
 
     def _begun(self, number: int, place: int) -> Copy:

@@ -29,6 +29,8 @@ def without_saving(forward: Callable[..., Any], theirs: Callable[[Tensor], bool]
         theirs: whether a tensor lies in such memory.
     """
 
+    bring = torch.compiler.disable(bring)
+
     def computing(*args: Any, **kwargs: Any) -> Any:
         bring()
         if not torch.is_grad_enabled():
@@ -52,7 +54,7 @@ def without_saving(forward: Callable[..., Any], theirs: Callable[[Tensor], bool]
                 bring()
             return value
 
-        with saved_tensors_hooks(pack, unpack):
+        with saved_tensors_hooks(torch.compiler.disable(pack), torch.compiler.disable(unpack)):
             return forward(*args, **kwargs)
 
     outside: Callable[..., Any] = torch.compiler.disable(computing, recursive=False)

@@ -141,13 +141,16 @@ def _read_by_each_step(model: CausalLM) -> int:
     if model.active_parameters() != sum(parameter.numel() for parameter in model.parameters()):
         return 0
     looked_up = {id(model.own_embedding.weight)} if model.own_embedding is not None else set()
-    return weight_bytes(model) - sum(parameter.nbytes for parameter in model.parameters() if id(parameter) in looked_up)
+    packed = sum(module.weight_bytes for module in model.modules() if isinstance(module, PackedLinear))
+    return packed + sum(parameter.nbytes for parameter in model.parameters() if id(parameter) not in looked_up)
 
 
 def weight_bytes(model: CausalLM) -> int:
-    """Of all weights, packed or not."""
+    """Of all weights, packed or not; of those that come from elsewhere, what they take where they are brought to."""
     packed = sum(module.weight_bytes for module in model.modules() if isinstance(module, PackedLinear))
-    return packed + sum(parameter.nbytes for parameter in model.parameters())
+    own = sum(parameter.nbytes for name, parameter in model.named_parameters() if name not in model.elsewhere)
+    places = {(storage := model.get_parameter(name).untyped_storage()).data_ptr(): storage.nbytes() for name in model.elsewhere}
+    return packed + own + sum(places.values())
 
 
 def _tokenizer(path: str | Path, base: Path) -> Tokenizer:

@@ -6,6 +6,7 @@ import mmap
 import warnings
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -58,6 +59,11 @@ class Lane:
         compute = torch.cuda.current_stream(self._stream.device)
         return compute.record_event(), compute
 
+    def keeps(self, tensor: Tensor) -> None:
+        """The tensor's memory is nobody else's before copies that are under way when it goes are done."""
+        if self._stream is not None:
+            tensor.record_stream(self._stream)
+
     def copy(self, target: Tensor, source: Tensor, after: Moment | None = None) -> Copy:
         """Fill ``target`` once ``source`` is computed, and once nothing that was computed before uses the memory of ``target``.
 
@@ -74,7 +80,8 @@ class Lane:
             self._stream.wait_stream(compute)
         else:
             self._stream.wait_event(event)
-        with torch.cuda.stream(self._stream):
+        # Without the first, leaving the second would make a context of whatever device was the thread's.
+        with torch.cuda.device(self._stream.device), torch.cuda.stream(self._stream):
             target.copy_(source, non_blocking=True)
         return Copy(self._stream.record_event(), compute)
 
@@ -89,12 +96,16 @@ def host_memory(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     if not nbytes or not torch.cuda.is_available():
         return torch.empty(shape, dtype=dtype, device="cpu")
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_DONTFORK"):
+        memory.madvise(mmap.MADV_DONTFORK)  # else each process that reads data would be given a copy of what is locked
     tensor = torch.frombuffer(memory, dtype=torch.uint8)
     address = tensor.data_ptr()
     if (error := int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0))) == 0:
         # The finalizer keeps the memory mapped until it is no longer locked.
         weakref.finalize(tensor.untyped_storage(), _unlock, memory, address).atexit = False
     else:
+        with suppress(RuntimeError):  # the error is told once more, to whatever is computed next
+            torch.empty(1, device="cuda").add_(1)
         warnings.warn(
             f"{nbytes:,} bytes of host memory cannot be page-locked (CUDA error {error}); copies wait for each other", stacklevel=2
         )

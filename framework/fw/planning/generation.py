@@ -96,7 +96,7 @@ def gpu_here(recipe: InferenceRecipe) -> Device | None:
     if known is None:
         raise UserError(
             f"inference.device: {device}: nothing is known of {product} to plan with; give inference.kv_budget instead of inference.budget,"
-            " or fw plan a YAML file as --device that describes it"
+            " and with offload.params=auto also offload.max_memory='{device: …}', or fw plan a YAML file as --device that describes it"
         )
     return replace(known, memory_bytes=torch.cuda.get_device_properties(device).total_memory)
 

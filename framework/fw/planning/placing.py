@@ -8,17 +8,17 @@ from pathlib import Path
 
 import torch
 
+from fw.checkpointing.elsewhere import HOST_SHARE
 from fw.config import format_size
 from fw.errors import UserError
-from fw.inference.prepare import SHARE
+from fw.inference.prepare import SHARE, device_of
 from fw.kinds.offload import OffloadPolicy
 from fw.meter.devices import Device
 from fw.meter.memory import available_bytes
 from fw.planning.generation import gpu_here, plan_generation
+from fw.planning.plan import CPU
 from fw.recipe.inference import InferenceRecipe
 
-_HOST_SHARE = 0.8
-"""Of the host's free memory, for weights that nobody has bounded."""
 _TRIES = 3
 """What is left beside other weights may be less: a GPU's allocator keeps other segments."""
 
@@ -39,8 +39,7 @@ def placed(path: str | Path, recipe: InferenceRecipe, adapter: str | Path | None
     if gpu is None:
         policy = policy.on_cpu()
     elif policy.host_budget is None:
-        free = int(_HOST_SHARE * available_bytes(torch.device("cpu"))) if here else inf
-        policy = replace(policy, host_budget=free)
+        policy = replace(policy, host_budget=_host_share() if here else inf)
     policy = replace(policy, automatic=False)
     if policy.budget is not None:
         return replace(recipe, offload=policy)
@@ -79,13 +78,12 @@ def placed_here(path: str | Path, recipe: InferenceRecipe, adapter: str | Path |
     """
     if not recipe.offload.automatic:
         return recipe
-    try:
-        gpu = gpu_here(recipe)
-    except UserError:
-        if recipe.offload.budget is None:
-            raise UserError(
-                "offload.params: auto: nothing is known of this GPU to plan with; say how much of it weights may take, as in"
-                " offload.max_memory='{device: 20GiB}'"
-            ) from None
-        gpu = None
-    return placed(path, recipe, adapter, here=True, gpu=gpu)
+    policy = recipe.offload
+    if policy.budget is not None and device_of(recipe.inference.device).type != CPU:  # no plan is needed, nor a device that is known
+        host = _host_share() if policy.host_budget is None else policy.host_budget
+        return replace(recipe, offload=replace(policy, automatic=False, host_budget=host))
+    return placed(path, recipe, adapter, here=True, gpu=gpu_here(recipe))
+
+
+def _host_share() -> int:
+    return int(HOST_SHARE * available_bytes(torch.device(CPU)))

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Mapping
 
+from fw.config import Config
+from fw.errors import UserError
 from fw.launching.child import Child
 from fw.launching.cores import usable_cores
 from fw.server.engine import start_process
@@ -22,6 +25,7 @@ class Starting:
 
     def __init__(self, settings: Settings) -> None:
         serve = settings.serve
+        _check_host(settings.config, serve.replicas)
         self.begin = Begin(settings.path, settings.config, serve.adapter or None, settings.adapters, _threads(serve.replicas))
         self.begun = time.monotonic()
         self.children: list[Child] = []
@@ -32,6 +36,22 @@ class Starting:
         """At once."""
         for child in self.children:
             child.end(patience=0)
+
+
+def _check_host(config: Config, replicas: int) -> None:
+    """Engines that start together would each take what is free.
+
+    Raises:
+        UserError: nobody has said what each may.
+    """
+    offload = config.tree.get("offload")
+    if not isinstance(offload, Mapping) or offload.get("params") != "auto":
+        return
+    if replicas > 1 and "cpu" not in (offload.get("max_memory") or {}):
+        raise UserError(
+            f"offload.params: auto: {replicas} replicas share the host's memory; say what the weights of each may take of it, as in"
+            " offload.max_memory='{cpu: 16GiB}'"
+        )
 
 
 def _threads(replicas: int) -> int | None:
