@@ -12,9 +12,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import fw
 import tokens
 from conftest import fw as command
+from fw.config import Config, overridden
 from fw.errors import UserError
 from fw.meter.devices import DEVICES, MIB
+from fw.planning import placing
 from fw.planning.ask import plan
+from fw.planning.placing import placed_here
+from fw.recipe.inference import resolve_inference
 from models.architectures import CASES, VOCABULARY
 
 LAYERS, VOCAB = 12, 8000
@@ -120,9 +124,15 @@ def test_a_frozen_base(model, tmp_path):
         (["sharding=fsdp", "offload.budget=1GiB"], "offload.budget: fsdp brings all parameters from host memory"),
         (["sharding={name: zero, stage: 3}", "offload.modules=[layers.1]"], "offload.modules: DeepSpeed brings all parameters"),
         (["offload.params=auto"], "a run does not find out what frozen weights may take"),
+        (["offload={params: auto, max_memory: {cpu: 1GiB}}"], "a run does not find out what frozen weights may take of a GPU"),
+        (["precision={name: bf16, full_eval: true}", "model.path=null", "model.name=mixtral"], "precision.full_eval converts weights once"),
     ):
         with pytest.raises(UserError, match=why):
             plan(run, "offload.params=cpu", *words, device="cpu" if "sharding" in words[0] else SMALL)
+    bound = f"offload={{params: auto, max_memory: {{device: {REST + 6 * BLOCK}B}}}}"
+    some = plan(run, bound, device=SMALL).largest
+    assert whole.largest.most["parameters"] - some.most["parameters"] >= 4 * BLOCK, "the rest is on a host of which nothing is known"
+    assert some.host_peak - whole.largest.host_peak > 6 * BLOCK
 
 
 @pytest.fixture
@@ -151,6 +161,22 @@ def test_on_a_cpu(generates):
     tight = fw.LLM(generates, offload={"params": "auto"}, budget=f"{budget}B", kv_budget="1MiB")
     left = sum(tensor.nbytes for tensor in tight.model.in_files.values())
     assert weights / 2 <= left <= weights / 2 + 512 * 128 * 4 and answers(tight) == answers(whole)
+
+
+def test_bounds_need_no_known_gpu(generates, monkeypatch):
+    """Nor a plan."""
+    monkeypatch.setattr(placing, "device_of", lambda wanted: torch.device("cuda"))
+    monkeypatch.setattr(placing, "available_bytes", lambda device: 1000)
+    words = ["offload={params: auto, max_memory: {device: 20GiB, cpu: 8GiB}}", "offload={params: auto, max_memory: {device: 20GiB}}"]
+    for word, host in zip(words, (8 << 30, 800), strict=True):
+        policy = placed_here(generates, resolve_inference(overridden(Config("test", {}, {}), [word]))).offload
+        assert (policy.params, policy.budget, policy.host_budget, policy.automatic) == ("nvme", 20 << 30, host, False)
+
+
+def test_replicas_share_the_host(generates):
+    """Which nobody can divide who starts at the same time."""
+    found = command("serve", generates, "serve.replicas=2", "offload.params=auto")
+    assert found.code == 2 and "2 replicas share the host's memory; say what the weights of each may take of it" in found.err
 
 
 @pytest.mark.parametrize(
