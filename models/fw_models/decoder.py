@@ -5,6 +5,7 @@ Shape suffixes as in :mod:`fw_models.layers`.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
@@ -276,13 +277,20 @@ class Decoder(WithVirtualTokens):
 
     def hf_config(self) -> dict[str, Any]:
         """``config.json`` of transformers' class for this architecture."""
+        return self._written(self.config)
+
+    def hf_config_of(self, blocks: Sequence[int]) -> dict[str, Any]:
+        """With their windows, and what else goes by a block's number."""
+        return self._written(dataclasses.replace(self.config, **self.config.of_blocks(blocks)))
+
+    def _written(self, config: DecoderConfig) -> dict[str, Any]:
         filled = {
             "vocab_size": self.vocab_size,
             "max_position_embeddings": self.context,
-            "num_key_value_heads": self.config.kv_heads,
-            "head_dim": self.config.head_size,
+            "num_key_value_heads": config.kv_heads,
+            "head_dim": config.head_size,
         }
-        return write(self.config, self.hf, filled)
+        return write(config, self.hf, filled)
 
     def hf_tensors(self, name: str) -> Sequence[HFTensor]:
         """``layers.0.mlp.up_proj.weight`` → ``model.layers.0.mlp.up_proj.weight``; the head stands outside ``model``."""

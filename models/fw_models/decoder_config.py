@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from fw.api import UserError
 from fw_models.layers import AttentionShape, Rope, RopeScaling
@@ -98,6 +98,13 @@ class DecoderConfig:
     def rope(self, layer: int) -> Rope:
         """The rotary embedding of block ``layer``."""
         return Rope(self.head_size, self.rope_theta, self.rope_scaling, self.max_position_embeddings)
+
+    def of_blocks(self, blocks: Sequence[int]) -> dict[str, Any]:
+        """Fields, with their values, that another configuration of these blocks alone has: what went by their numbers no longer does."""
+        fields: dict[str, Any] = {"num_hidden_layers": len(blocks)}
+        if hasattr(self, "layer_types"):
+            fields["layer_types"] = ["full_attention" if self.window(block) is None else "sliding_attention" for block in blocks]
+        return fields
 
     def attention_shape(self) -> AttentionShape:
         """What the blocks' attention is."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -282,7 +283,16 @@ class GPT2(WithVirtualTokens):
 
     def hf_config(self) -> dict[str, Any]:
         """``config.json`` of ``GPT2LMHeadModel``."""
-        return write(self.config, self.hf, {"vocab_size": self.vocab_size})
+        return self._written(self.config)
+
+    def hf_config_of(self, blocks: Sequence[int]) -> dict[str, Any]:
+        """Unless scores go by a block's number."""
+        if self.config.scale_attn_by_inverse_layer_idx and list(blocks) != list(range(self.config.n_layer)):
+            raise UserError("--layers: scale_attn_by_inverse_layer_idx divides a block's scores by its number, so no block of it can go")
+        return self._written(dataclasses.replace(self.config, n_layer=len(blocks)))
+
+    def _written(self, config: GPT2Config) -> dict[str, Any]:
+        return write(config, self.hf, {"vocab_size": self.vocab_size})
 
     def hf_tensors(self, name: str) -> Sequence[HFTensor]:
         """Under ``transformer.``; the four projections of a block are transposed in the file."""

@@ -112,3 +112,7 @@ class Mixtral(ExpertsDecoder):
             where, which = f"model.{found[1]}.block_sparse_moe.experts", _FILE_NAMES[found[2]]
             return [HFTensor(f"{where}.{expert}.{which}.weight", expert) for expert in range(self.config.num_local_experts)]
         return super().hf_tensors(name.replace(".mlp.", ".block_sparse_moe."))
+
+    def hf_module_name(self, name: str) -> str:
+        """Since its fifth version transformers has one name for all mixtures."""
+        return name.replace(".block_sparse_moe.", ".mlp.")

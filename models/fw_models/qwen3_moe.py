@@ -60,6 +60,11 @@ class Qwen3MoEConfig(ExpertsConfig, MistralConfig):
         """Whether block ``layer`` has experts."""
         return layer not in self.mlp_only_layers and self.num_experts > 0 and (layer + 1) % self.decoder_sparse_step == 0
 
+    def of_blocks(self, blocks: Sequence[int]) -> dict[str, Any]:
+        """Those without experts are said one by one."""
+        plain = [place for place, block in enumerate(blocks) if not self.sparse(block)]
+        return {**super().of_blocks(blocks), "decoder_sparse_step": 1, "mlp_only_layers": plain}
+
 
 def _canonical(fields: dict[str, Any]) -> dict[str, Any]:
     fields = one_rope(fields)

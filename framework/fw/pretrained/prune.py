@@ -29,10 +29,10 @@ from fw.pretrained.block_by_block import BlockByBlock
 from fw.pretrained.block_pass import embedded, estimate, grams, in_files, perplexity, through, write_spooled
 from fw.pretrained.calibration import CalibrationText
 from fw.pretrained.new_directory import new_directory
-from fw.pretrained.rewriting import Look, Report, Source, check_memory, device_here, model_plugin, report
+from fw.pretrained.reading import plugin_for
+from fw.pretrained.rewriting import Look, Report, Source, check_memory, device_here, report
 
 LAYERS = "layers"
-_LAYER_TYPES = "layer_types"
 
 
 @dataclass
@@ -63,6 +63,7 @@ def prune(source: str | Path, to: str | Path, keep: Mapping[str, int], look: Loo
     device, found = device_here(), Source(source, look)
     model = found.build().to(found.dtype)
     widths = _widths(model, keep)
+    _small(found, _config(model, widths, keep, range(keep.get(LAYERS, len(model.blocks)))), keep)  # before the work, what cannot be read
     text = found.text(tell)
     seen = [model.blocks[0].get_parameter(f"{width.seen_by}.weight") for width in widths.values()]
     needed = estimate(model, [(weight.shape[0], weight.shape[1]) for weight in seen], text, found.dtype)
@@ -73,8 +74,9 @@ def prune(source: str | Path, to: str | Path, keep: Mapping[str, int], look: Loo
         scores, before = _look(runner, text, widths)
         kept = _chosen(scores, keep)
         tell(f"left out: {_left_out(scores, kept, widths)}")
-        found.finish(made, _config(model, widths, keep, kept))
-        small = _small(made, found)
+        config = _config(model, widths, keep, kept.blocks)
+        found.finish(made, config)
+        small = _small(found, config, keep)
         spool = made / "spool"
         spool.mkdir()
         files = list(_cut(runner, small, widths, kept, spool))
@@ -145,23 +147,20 @@ def _left_out(scores: _Scores, kept: _Kept, widths: Mapping[str, Width]) -> str:
     return ", ".join(words) or "nothing"
 
 
-def _config(model: CausalLM, widths: Mapping[str, Width], keep: Mapping[str, int], kept: _Kept) -> dict[str, Any]:
+def _config(model: CausalLM, widths: Mapping[str, Width], keep: Mapping[str, int], blocks: Sequence[int]) -> dict[str, Any]:
     """``config.json`` of what stays."""
-    config, count = model.hf_config(), len(model.blocks)
-    if any(shape.window for shape in model.kv_shapes) and not all(shape.window for shape in model.kv_shapes):
-        # By which of them, and no longer by their numbers.
-        config[_LAYER_TYPES] = ["sliding_attention" if shape.window else "full_attention" for shape in model.kv_shapes]
-    for key, value in config.items():
-        if isinstance(value, list) and len(value) == count and (key == _LAYER_TYPES or key.startswith("layer")):
-            config[key] = [value[number] for number in kept.blocks]
-    config["num_hidden_layers"] = len(kept.blocks)
+    config = model.hf_config() if len(blocks) == len(model.blocks) else model.hf_config_of(blocks)
     for word, width in widths.items():
         config |= {name: each * keep[word] for name, each in width.fields.items()}
     return config
 
 
-def _small(made: Path, source: Source) -> CausalLM:
-    plugin = model_plugin(made)
+def _small(source: Source, config: Mapping[str, Any], keep: Mapping[str, int]) -> CausalLM:
+    try:
+        plugin = plugin_for(source.directory, config)
+    except UserError as error:
+        words = " ".join(f"--{word} {number}" for word, number in keep.items())
+        raise UserError(f"{words}: such a model cannot be: {error}") from None
     assert plugin.vocab_size is not None
     with torch.device("meta"):
         return plugin.build(plugin.vocab_size, source.length, source.attention).to(source.dtype)

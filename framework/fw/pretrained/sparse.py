@@ -84,7 +84,16 @@ def sparsify(source: str | Path, to: str | Path, sparsity: Sparsity, method: str
     needed = estimate(model, shapes, text, found.dtype)
     check_memory(look, needed, format_size)
     tell(f"{len(shapes)} layers of {len(model.blocks)} blocks; memory: at most {format_size(needed)}, by estimate")
+    tell(_extent(model, change.names))
     return rewrite(found, model, change, text, to, method, needed)
+
+
+def _extent(model: CausalLM, names: Collection[str]) -> str:
+    """Which weights get zeros, and which do not."""
+    seen, total = (sum(p.numel() for p in these) for these in (map(model.get_parameter, names), model.parameters()))
+    stacked = any(p.dim() > 2 for block in model.blocks for p in block.parameters())
+    whole = "stacked experts and their routers, embedding and head" if stacked else "embedding and head"
+    return f"zeros among {seen:,} of {total:,} parameters; {whole} stay whole"
 
 
 class _Zeros(Change):
