@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import tokens
-from conftest import environment, fw
+from conftest import column, environment, fw, summary
 from fw.errors import UserError
 from fw.kinds import make
 from fw.kinds.data import DataPlugin
@@ -115,14 +115,23 @@ def test_the_hub_is_asked_for_its_commit_unless_one_is_given(place):
     assert second.startswith("data.dataset: the hub cannot be asked for acme/sums") and "HF_HUB_OFFLINE=1" in second, told.stderr
 
 
-def test_trained_and_resumed(place):
+def test_a_streaming_run_that_was_interrupted_goes_on_as_if_it_was_not(place, monkeypatch):
+    """In the middle of the second round, whose order is another: the unbroken run's losses."""
     model = "{name: llama, hidden_size: 32, num_hidden_layers: 1, num_attention_heads: 2, intermediate_size: 48}"
     (place / "run.yaml").write_text(f"""
 model: {model}
 data: {{name: jsonl, dataset: files, val_split: test, streaming: true, tokenizer: tokenizer}}
-train: {{max_steps: 4, global_batch_size: 4, sequence_length: 64, val_every: 4, save_every: 2, sample_tokens: 0, run_dir: run}}
+optimizer: {{name: adamw, lr: 1e-2}}
+train: {{max_steps: 8, global_batch_size: 16, sequence_length: 64, val_every: 8, save_every: 5, sample_tokens: 0, run_dir: run}}
 launch: {{accelerator: cpu}}
 """)
-    fw("train", "run.yaml", "train.max_steps=2").ok()
+    fw("train", "run.yaml", "train.run_dir=unbroken").ok()
+    losses = column("unbroken", "loss")
+    assert len(losses) == 8 and losses[-1] < losses[0]
+
+    monkeypatch.setenv("FW_CACHE", str(place / "other"))  # where nothing of the unbroken run's ids is
+    fw("train", "run.yaml", "train.max_steps=5").ok()
+    assert column("run", "loss") == losses[:5]
     done = fw("train", "run.yaml", "resume=auto").ok()
-    assert "step 4/4" in done.err
+    assert "step 8/8" in done.err and column("run", "loss") == losses
+    assert summary("run")["val_loss"] == summary("unbroken")["val_loss"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 
 import fw
 from chats import MARKED, PLAIN, opened, plugin, write, write_tokenizer
-from fw.cli import main
+from fw.cli import colour, main
 from fw.errors import UserError
 from fw.kinds.data import IGNORED
 
@@ -57,6 +58,46 @@ def test_the_assistants_words_are_learnt_as_transformers_masks_them(here: Path, 
         assert mask.sum() > 0
     assert corpus.val_bytes == len("Four.") and corpus.val_text() == ["Four."]
     assert corpus.train_tokens - 1 == sum(map(len, learnt(corpus.train)))
+
+
+FIRST = [
+    [{"role": "assistant", "content": "Hello. How can I help?"}],
+    [
+        {"role": "assistant", "content": "Hello"},
+        {"role": "user", "content": "Two and two?"},
+        {"role": "assistant", "content": "Four."},
+    ],
+    [{"role": "assistant", "content": "You see <|im_start|>assistant\nhere."}, {"role": "user", "content": "Yes"}],
+]
+INJECTED = "{% if messages[0].role != 'system' %}<|im_start|>system\nYou are helpful.<|im_end|>\n{% endif %}"
+"""As Qwen 2.5's template begins."""
+
+
+@pytest.mark.parametrize("before", ["", INJECTED], ids=["as it is", "system prompt injected"])
+@pytest.mark.parametrize("template", [MARKED, PLAIN], ids=["marked", "not marked"])
+def test_an_assistant_that_begins_is_learnt_by_its_words_alone(here: Path, template: str, before: str) -> None:
+    """Neither its header nor what the template puts before that."""
+    tokenizer = write_tokenizer(here / "tokenizer", before + template)
+    theirs = transformers.AutoTokenizer.from_pretrained(write_tokenizer(here / "marked", before + MARKED))
+    file = write(here / "chats.jsonl", *({"messages": chat} for chat in FIRST))
+    corpus = opened(plugin("chat", files=[file], val_files=[file], tokenizer=str(tokenizer)))
+    for number, chat in enumerate(FIRST[:2]):  # the third one's words are marks to transformers, which are text here
+        expected = theirs.apply_chat_template(chat, return_assistant_tokens_mask=True, return_dict=True)
+        ids, mask = torch.tensor(expected["input_ids"]).flatten(), torch.tensor(expected["assistant_masks"]).flatten()
+        assert torch.equal(corpus.train[number]["input_ids"], ids[:-1])
+        assert torch.equal(corpus.train[number]["labels"], torch.where(mask[1:].bool(), ids[1:], IGNORED))
+    labels = [corpus.train[number]["labels"] for number in range(3)]
+    said = [corpus.tokenizer.decode(each[each != IGNORED].tolist()) for each in labels]
+    assert said[0] == "Hello. How can I help?<|im_end|>" and said[1] == "Hello<|im_end|>Four.<|im_end|>"
+    assert said[2] == "You see <|im_start|>assistant\nhere.<|im_end|>"
+
+
+def test_an_assistant_that_begins_where_nothing_asks_is_refused(here: Path) -> None:
+    """A template without a generation prompt, of which nobody can tell where the header ends."""
+    tokenizer = write_tokenizer(here / "tokenizer", "{% for m in messages %}{{ m.role }}: {{ m.content }}<|im_end|>\n{% endfor %}")
+    file = write(here / "chats.jsonl", {"messages": FIRST[0]})
+    with pytest.raises(UserError, match=r"chats.jsonl:1: the assistant begins, and .*\{% generation %\}.*data.on_bad=skip"):
+        opened(plugin("chat", files=[file], val_files=[file], tokenizer=str(tokenizer)))
 
 
 @pytest.mark.parametrize(("learn", "words"), [("last", ["Four.<|im_end|>", "Good 🙂<|im_end|>"]), ("assistant", None), ("all", None)])
@@ -140,6 +181,55 @@ def test_a_bad_line_is_named_or_left_out(here: Path, line: str) -> None:
     assert any(text.startswith("data: 1 bad records skipped, the first:") and "chats.jsonl:3:" in text for text in said)
 
 
+DEEP = 100_000
+UNREADABLE = {
+    "a number of 5,000 digits": ('{"text": "a", "n": ' + "9" * 5000 + "}", "it is no JSON that can be read: Exceeds the limit"),
+    "lists in lists": ('{"text": "a", "n": ' + "[" * DEEP + "]" * DEEP + "}", "lists and objects in it are nested too deeply"),
+    "half of a character": ('{"text": "\\ud83d"}', "text: character 0 is "),
+}
+
+
+@pytest.mark.parametrize("what", UNREADABLE)
+def test_a_line_that_json_chokes_on_is_a_bad_record(here: Path, what: str, capsys: pytest.CaptureFixture[str]) -> None:
+    line, sentence = UNREADABLE[what]
+    tokenizer = write_tokenizer(here / "tokenizer", None)
+    file = write(here / "records.jsonl", {"text": "good"}, line, {"text": "good too"})
+    with pytest.raises(UserError, match=rf"records.jsonl:2: {sentence}.*data.on_bad=skip"):
+        opened(plugin("jsonl", files=[file], val_files=[file], tokenizer=str(tokenizer)))
+    said: list[str] = []
+    corpus = opened(plugin("jsonl", files=[file], val_files=[file], tokenizer=str(tokenizer), on_bad="skip"), said=said)
+    assert len(corpus.train) == 2 and corpus.facts["bad"] == 2
+    assert any(text.startswith("data: 2 bad records skipped, the first:") and "records.jsonl:2:" in text for text in said)
+
+
+def test_a_depth_that_json_reads_and_nothing_else_does(here: Path) -> None:
+    """Whatever the depth at which one of reading, hashing and sending to another process gives up, the line is said."""
+    tokenizer = write_tokenizer(here / "tokenizer", None)
+    file = write(here / "records.jsonl", *('{"text": "a", "n": ' + "[" * n + "]" * n + "}" for n in range(100, 1100, 20)))
+    said: list[str] = []
+    corpus = opened(plugin("jsonl", files=[file], val_files=[file], tokenizer=str(tokenizer), on_bad="skip"), said=said)
+    assert len(corpus.train) + corpus.facts["bad"] // 2 == 50
+
+
+@pytest.mark.parametrize("on_bad", ["stop", "skip"])
+@pytest.mark.parametrize("broken", ["bytes", "end", "checksum"])
+def test_a_gzip_stream_that_breaks_off_cannot_be_skipped(here: Path, broken: str, on_bad: str) -> None:
+    tokenizer = write_tokenizer(here / "tokenizer", None)
+    file = here / "records.jsonl.gz"
+    write(file, *({"text": f"number {n * n * 7919}"} for n in range(900)))
+    content = bytearray(file.read_bytes())
+    if broken == "bytes":
+        content[10] = 0x07  # a block of a kind that there is none of
+    elif broken == "checksum":
+        content[-8] ^= 1
+    file.write_bytes(content[: len(content) // 2] if broken == "end" else content)
+    sentence = r"^data.files: \S+records.jsonl.gz:\d+: the gzip stream is broken .* write the file again$"
+    with pytest.raises(UserError, match=sentence) as found:
+        opened(plugin("jsonl", files=[str(file)], val_files=[str(file)], tokenizer=str(tokenizer), on_bad=on_bad))
+    line = int(str(found.value).split("jsonl.gz:")[1].split(":")[0])
+    assert {"bytes": line == 1, "end": 200 < line < 900, "checksum": line == 901}[broken]
+
+
 def test_bytes_that_are_no_text(here: Path) -> None:
     tokenizer = write_tokenizer(here / "tokenizer", None)
     (here / "records.jsonl").write_bytes(b'{"text": "a"}\n{"text": "\xff"}\n')
@@ -164,7 +254,7 @@ def test_a_share_is_held_out_by_content(here: Path) -> None:
     assert one.fingerprint != other.fingerprint
 
 
-def test_the_preview_shows_what_is_learnt(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_preview_shows_what_is_learnt(here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     write_tokenizer(here / "tokenizer", PLAIN)
     write(here / "chats.jsonl", *({"messages": chat} for chat in CHATS))
     (here / "chat.yaml").write_text(
@@ -182,6 +272,19 @@ def test_the_preview_shows_what_is_learnt(here: Path, capsys: pytest.CaptureFixt
     assert "chat, train: 2 samples, 37 tokens learnt" in said
     assert "<|im_start|>assistant\n⟦Four.<|im_end|>⟧\n" in said
     assert "⟦Hi — how are you?\n<|im_end|>⟧" in said and "⟦Good 🙂<|im_end|>⟧" in said and "⟦Two" not in said
+
+    with monkeypatch.context() as patch:
+        patch.setattr(colour, "wanted", lambda: True)
+        assert main(["data", "preview", "chat.yaml"]) == 0
+    painted = capsys.readouterr().out
+    assert re.sub(r"\x1b\[\d+m", "", painted) == re.sub("[⟦⟧]", "", said), "colours add nothing and hide nothing"
+    first, second = re.split(r"sample \d: .*\n", painted)[1:]
+    # By line, so that a pager that begins in the middle has it right; 32 is green, 2 dim.
+    assert re.findall(r"\x1b\[32m(.*?)\x1b\[0m", first) == ["Four.<|im_end|>"]
+    assert re.findall(r"\x1b\[32m(.*?)\x1b\[0m", second) == ["Hi — how are you?", "<|im_end|>", "Good 🙂<|im_end|>"]
+    assert re.findall(r"\x1b\[2m(.*?)\x1b\[0m", first) == ["<|im_start|>user", "Two and two?<|im_end|>", "<|im_start|>assistant"]
+    assert not re.sub(r"\x1b\[(2|32)m.*?\x1b\[0m", "", first + second).strip(), "and every word is one of the two"
+
     assert main(["data", "preview", "chat.yaml", "--html", "page.html", "--split", "val", "--samples", "1"]) == 0
     page = (here / "page.html").read_text()
     assert "<b>Four.&lt;|im_end|&gt;</b>" in page and page.count("<h2>") == 1

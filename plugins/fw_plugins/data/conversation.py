@@ -10,6 +10,7 @@ from fw.api import Tokenizer, UserError
 Learnt = Literal["assistant", "last", "all"]
 _ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "chatgpt": "assistant"}
 """ShareGPT's names of roles."""
+_MARK_IT = "put {% generation %} and {% endgeneration %} around that in the template"
 
 
 class Encoded(NamedTuple):
@@ -95,22 +96,32 @@ def _spans(
 ) -> list[tuple[int, int]]:
     """Where the assistant's messages stand in the text, the token that ends each included."""
 
-    def written(number: int, asks: bool) -> str:
-        return tokenizer.apply_chat_template(
-            messages[:number], tools=tools, chat_template=template, add_generation_prompt=asks, tokenize=False
-        )
+    def written(some: Sequence[Mapping[str, Any]], asks: bool) -> str:
+        return tokenizer.apply_chat_template(some, tools=tools, chat_template=template, add_generation_prompt=asks, tokenize=False)
 
-    whole = written(len(messages), asks=False)
+    def header(first: str) -> str:
+        """What stands before an answer that nothing asks for, in its text ``first``: all up to the words that ask for one elsewhere."""
+        question = [{"role": "user", "content": "?"}]
+        before, asked = written(question, asks=False), written(question, asks=True)
+        mark = asked.removeprefix(before) if asked.startswith(before) else ""
+        if not mark or mark not in first:
+            raise UserError(
+                "the assistant begins, and the chat template writes no words before it that ask for an answer, so that nobody can tell"
+                f" where it does; {_MARK_IT}"
+            )
+        return first[: first.index(mark) + len(mark)]
+
+    whole = written(messages, asks=False)
     spans = []
     for number, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        before = written(number, asks=True) if number else ""
-        upto = written(number + 1, asks=False)
+        upto = written(messages[: number + 1], asks=False)
+        before = written(messages[:number], asks=True) if number else header(upto)
         if not whole.startswith(before) or not whole.startswith(upto):
             raise UserError(
                 f"the chat template writes the beginning of a conversation otherwise than the whole (at message {number}), so that nobody"
-                " can tell what the assistant says; put {% generation %} and {% endgeneration %} around that in the template"
+                f" can tell what the assistant says; {_MARK_IT}"
             )
         spans.append((len(before), max(len(before), len(upto.rstrip("\n")))))
     return spans

@@ -199,7 +199,7 @@ class _Worker:
         """What another process cannot be given is encoded here."""
         try:
             given = pickle.dumps(batch)
-        except (pickle.PicklingError, AttributeError, TypeError):
+        except (pickle.PicklingError, AttributeError, TypeError, RecursionError):
             self._own = [encode(value) for value in batch]
             return
         self._write(given)

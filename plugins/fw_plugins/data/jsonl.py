@@ -23,9 +23,9 @@ from fw_plugins.data.conversation import Encoded, Learnt
 from fw_plugins.data.datasets_source import DatasetRecords
 from fw_plugins.data.encoding import Journal, Outcome, code_of, outcomes
 from fw_plugins.data.masked import MaskedRecords, MaskedWriter, PairedRecords, sizes_in
-from fw_plugins.data.records import FileRecords, Source
+from fw_plugins.data.records import TOO_DEEP, FileRecords, Source
 
-_FORMAT = 1
+_FORMAT = 2
 _SPLITS = ("train", "val")
 _JOURNAL = ".journal"
 _OF_A_DATASET = {"subset": "", "split": "train", "val_split": "", "revision": "", "streaming": False}
@@ -255,11 +255,13 @@ class _Records(DataPlugin):
         def encode(record: Mapping[str, Any]) -> Outcome:
             try:
                 parts = self._encoded(record, given)
+                content = json.dumps(record, sort_keys=True, default=_said)
             except UserError as error:
                 return Outcome("", (), str(error))
+            except RecursionError:
+                return Outcome("", (), TOO_DEEP)
             if not all(any(part.learnt[1:]) for part in parts):
                 return Outcome("", (), "it has nothing to learn")
-            content = json.dumps(record, sort_keys=True, default=_said)
             return Outcome(hashlib.sha256(content.encode()).hexdigest(), parts, "")
 
         return encode

@@ -5,7 +5,9 @@ from __future__ import annotations
 import gzip
 import importlib.util
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -13,6 +15,8 @@ from fw.api import UserError
 
 _PARQUET = ".parquet"
 _ROWS = 1024
+TOO_DEEP = "lists and objects in it are nested too deeply"
+"""What is wrong with a record that Python gives up on."""
 
 Bad = Callable[[str, str], None]
 """Is told where something is wrong, and what; may raise."""
@@ -58,12 +62,35 @@ class FileRecords:
         for file in self._files:
             try:
                 yield from _rows(file) if file.suffix == _PARQUET else _lines(file, bad)
-            except (OSError, EOFError) as error:
-                raise UserError(f"data.files: {file} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+            except OSError as error:
+                raise UserError(f"data.files: {file} cannot be read: {error.strerror or error}") from None
+
+
+def _read(file: Path) -> Generator[bytes, None, None]:
+    """Lines of a file.
+
+    Raises:
+        UserError: it is compressed and broken; nobody can tell where the next line begins.
+    """
+    if file.suffix != ".gz":
+        with file.open("rb") as lines:
+            yield from lines
+        return
+    number = 1
+    with gzip.open(file) as unpacked:
+        try:
+            for line in unpacked:
+                yield line
+                number += 1
+        except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+            raise UserError(
+                f"data.files: {file}:{number}: the gzip stream is broken ({error}), and nothing behind that can be read or skipped;"
+                " write the file again"
+            ) from None
 
 
 def _lines(file: Path, bad: Bad) -> Iterator[Record]:
-    with gzip.open(file) if file.suffix == ".gz" else file.open("rb") as lines:
+    with closing(_read(file)) as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
@@ -74,6 +101,10 @@ def _lines(file: Path, bad: Bad) -> Iterator[Record]:
                 bad(place, f"it is not UTF-8: byte {error.start} is {error.object[error.start]:#04x}")
             except json.JSONDecodeError as error:
                 bad(place, f"it is no JSON: {error.msg} at column {error.colno}")
+            except ValueError as error:  # Python's bound on digits of a number
+                bad(place, f"it is no JSON that can be read: {error}")
+            except RecursionError:
+                bad(place, TOO_DEEP)
             else:
                 if isinstance(value, dict):
                     yield Record(place, value)
