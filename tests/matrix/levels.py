@@ -63,6 +63,7 @@ PARTS: dict[str, dict[str, Choice]] = {
     },
     "objective": {
         **_named("objective", "causal_lm"),
+        "sft": Choice({"objective": "sft"}, {"data": {"name": "chat", "files": ["chats.jsonl"], **_FILES}}),
         "dpo": Choice({"objective": "dpo"}, {"data": {"name": "preference", "files": ["pairs.jsonl"], **_FILES}, **_LORA}),
         **_named("objective", "distill", teacher="base"),
     },
@@ -183,7 +184,10 @@ def prepare(directory: Path) -> None:
     (directory / "corpus.txt").write_text(corpus_text())
     said = [(f"what is {n}", f"it is {n}") for n in range(100)]
     lines: dict[str, list[Any]] = {
-        "texts": [{"text": f"{one} and {other}. " * (1 + n % 3)} for n, (one, other) in enumerate(said)],
+        "texts": [
+            {"prompt": one, "completion": other} if n % 4 == 0 else {"text": f"{one} and {other}. " * (1 + n % 3)}
+            for n, (one, other) in enumerate(said)
+        ],
         "chats": [{"messages": [{"role": "user", "content": a}, {"role": "assistant", "content": b}]} for a, b in said],
         "pairs": [{"prompt": one, "chosen": other, "rejected": "no"} for one, other in said],
     }

@@ -9,6 +9,7 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
+from fw.kinds.data import Corpus
 from fw.kinds.model import CausalLM
 from fw.registry import Plugin
 
@@ -43,6 +44,13 @@ class ObjectivePlugin(Plugin):
 
     def check(self, model: CausalLM, mesh_shape: Mapping[str, int]) -> None:
         """Refuse what it cannot do, before any rank starts. ``model`` is on the meta device, adapters and codes in it.
+
+        Raises:
+            UserError: with what would work, the option that is at fault first.
+        """
+
+    def check_data(self, corpus: Corpus) -> None:
+        """Refuse data that it cannot learn from, before any rank starts. It may read samples, and begins with the first.
 
         Raises:
             UserError: with what would work, the option that is at fault first.

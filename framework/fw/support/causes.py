@@ -148,6 +148,12 @@ CAUSES: tuple[Cause, ...] = (
         "A pair of answers tells which is better, which a loss of single texts does not use.",
         "https://arxiv.org/abs/2305.18290",
     ),
+    Cause(
+        "nothing in it says what an answer is",
+        "method",
+        "Supervised fine-tuning learns demonstrated answers to prompts, and plain text has neither.",
+        "https://arxiv.org/abs/2203.02155",
+    ),
     Cause("compares with the model without its adapters", "fw", "A second copy of the model as reference would double what weights take."),
     Cause(
         "virtual tokens stand before a row, which both answers",

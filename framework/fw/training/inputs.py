@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import sys
+from itertools import islice
 
 import torch
 
-from fw.assemble import check, check_beginning
+from fw.assemble import check, check_beginning, undivided
+from fw.checkpointing.quantized_files import quantization_for, weights_of
 from fw.checkpointing.ranks import OneRank
+from fw.checkpointing.tensor_files import weights_for
 from fw.errors import UserError
 from fw.kinds.checkpoint import Ranks, Reader
 from fw.kinds.data import Corpus, Say
@@ -33,7 +36,22 @@ def check_input(recipe: Recipe, device: torch.device | None = None) -> Reader | 
     checkpoint = resume.find(recipe, corpus, OneRank(), say)
     if device is not None:  # where ranks run, weights may be that are not here
         check_files(recipe, vocab_size, checkpoint, OneRank())
+        note_codes(recipe, vocab_size)
     return checkpoint
+
+
+def note_codes(recipe: Recipe, vocab_size: int) -> None:
+    """Say where the files that training begins from hold codes, and the model is to keep others."""
+    weights = recipe.model.weights
+    if weights is None or recipe.names["quantization"] == ("none",) or quantization_for(weights) is None:
+        return
+    model = undivided(recipe, vocab_size)
+    filling = weights_for(weights_of(weights), model)
+    if any(filling.codes(name) is None for name in islice(model.quantized, 1)):
+        say(
+            f"warning: {weights} holds other codes than quantization says, so that what they stand for is quantized anew, which loses more;"
+            " give quantization the options of the files"
+        )
 
 
 def check_files(recipe: Recipe, vocab_size: int, checkpoint: Reader | None, ranks: Ranks) -> None:
@@ -58,10 +76,11 @@ def open_data(recipe: Recipe, say: Say) -> tuple[Corpus, Batches, int]:
     """The data, prepared; how it is laid out in batches; and rows of the embedding.
 
     Raises:
-        UserError: it is missing, or does not fit the model.
+        UserError: it is missing, or does not fit the model or the objective.
     """
     recipe.data.prepare(say)
     corpus = recipe.data.open(recipe.train.sequence_length)
+    recipe.objective.check_data(corpus)
     own, needed = recipe.model.vocab_size, corpus.tokenizer.vocab_size
     if own is not None and own < needed:
         place = recipe.config.origin(("model", "vocab_size"))

@@ -31,7 +31,7 @@ from torch import Tensor
 from fw.api import UserError
 
 DESCRIPTION = "answers.json"
-_FORMAT = 1
+_FORMAT = 2
 _PART_TOKENS = 1 << 18
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor, nn
 
@@ -36,7 +37,9 @@ class CausalLMObjective(ObjectivePlugin):
     """Cross-entropy of the next token, in fp32, averaged over the target tokens of the whole global batch."""
 
     api = 1
-    conflicts = (Conflicts("data", ("preference",), "it would learn rejected answers as it does chosen ones; use objective=dpo"),)
+    conflicts: ClassVar[tuple[Conflicts, ...]] = (
+        Conflicts("data", ("preference",), "it would learn rejected answers as it does chosen ones; use objective=dpo"),
+    )
     Config = CausalLMConfig
     config: CausalLMConfig
 
