@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -78,6 +79,59 @@ def test_a_layer_keeps_and_computes_what_bitsandbytes_does(shape, kind, block, d
     for one, other in zip(*found, strict=True):
         tolerance = 1e-6 if dtype == torch.float32 else 2e-2
         assert (one - other).abs().max() <= tolerance * other.abs().max()
+
+
+COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+@pytest.mark.parametrize(
+    "seen, computed, autocast",
+    [("bf16", "fp32", False), ("bf16", "fp32", True), ("bf16", "fp16", False), ("bf16", "fp16", True), ("fp32", "bf16", False)],
+)
+def test_products_are_of_the_dtype_that_is_asked_for(seen, computed, autocast):
+    """Those of plain weights in that dtype, and of bitsandbytes; what a layer is given and gives has the dtype of activations."""
+    chance = torch.Generator().manual_seed(0)
+    values, bias = torch.randn(96, 128, generator=chance), torch.randn(96, generator=chance)
+    dtype, compute = COMPUTE[seen], COMPUTE[computed]
+    ours = layer("nf4", values, bias, torch.float32, compute_dtype=computed)
+    theirs = bitsandbytes.nn.Linear4bit(128, 96, compute_dtype=compute, quant_type="nf4")
+    theirs.weight = bitsandbytes.nn.Params4bit(values, requires_grad=False, quant_type="nf4")
+    theirs.bias = nn.Parameter(bias.clone())
+    theirs = theirs.to("cpu")
+    x, upstream = (torch.randn(3, 5, size, generator=chance).to(dtype) for size in (128, 96))
+    dense = ours.dense_weight(compute)
+    assert torch.equal(dense, bitsandbytes.functional.dequantize_4bit(theirs.weight, theirs.weight.quant_state).to(compute))
+    given = x.float() if autocast else x.clone()
+    given.requires_grad_()
+    with torch.autocast("cpu", dtype, enabled=autocast):
+        out = ours(given)
+    out.backward(upstream)
+    grad = given.grad.to(dtype)
+    assert out.dtype == dtype
+    assert torch.equal(out, (torch.nn.functional.linear(x.to(compute), dense) + bias.to(compute)).to(dtype))
+    assert torch.equal(grad, (upstream.to(compute) @ dense).to(dtype))
+    own = x.clone().requires_grad_()
+    expected = theirs(own)
+    expected.backward(upstream)
+    for one, other in ((out, expected.detach()), (grad, own.grad)):
+        assert (one - other).abs().max() <= 1e-2 * other.abs().max()
+    auto = layer("nf4", values, bias, torch.float32)
+    assert not torch.equal(auto(x), out), "the option does something"
+    assert torch.equal(layer("nf4", values, bias, torch.float32, compute_dtype=seen)(x), auto(x))
+
+
+def test_a_model_computes_in_the_dtype_asked_for(workspace: Path, base: Path) -> None:
+    settings = transformers.BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=torch.float32
+    )
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(base, quantization_config=settings, dtype=torch.bfloat16, device_map="cpu")
+    ours = fw.load_model(base, dtype=torch.bfloat16, quantization=make(QuantizationPlugin, "nf4", compute_dtype="fp32"))
+    with torch.no_grad():
+        expected, found = theirs(IDS).logits.float(), ours(IDS).float()
+    assert (found - expected).norm() <= 1e-2 * expected.norm()
+    assert all(module.grouped_codes() is None for module in ours.modules() if hasattr(module, "grouped_codes"))
+    written = json.loads((fw.save_model(ours, workspace / "made") / "config.json").read_text())["quantization_config"]
+    assert transformers.BitsAndBytesConfig.from_dict(written).bnb_4bit_compute_dtype == torch.float32
 
 
 @pytest.fixture

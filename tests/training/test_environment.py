@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from conftest import column, environment, fw
 from fw.training.environment import git, last_end, weights
@@ -115,6 +116,19 @@ def test_weights_that_training_begins_from_are_told_apart(workspace: Path) -> No
         file.seek(-3, 2)
         file.write(b"x")
     assert weights(step) != before
+
+
+def test_a_change_in_the_middle_of_a_tensor_is_told(tmp_path: Path) -> None:
+    tensors = {name: torch.zeros(size) for name, size in (("a", 100_000), ("b", 3), ("c", 100_000), ("d", 100_000))}
+    save_file(tensors, tmp_path / "model.safetensors")
+    seen = {weights(tmp_path)["sha256_of_parts"]}
+    for name in "abc":
+        tensors[name][tensors[name].numel() // 2] += 1
+        save_file(tensors, tmp_path / "model.safetensors")
+        seen.add(weights(tmp_path)["sha256_of_parts"])
+    assert len(seen) == 4
+    (tmp_path / "model.safetensors").write_bytes(b"no such file")
+    assert weights(tmp_path)["sha256_of_parts"] not in seen
 
 
 def test_how_each_start_ended_is_noted(workspace: Path) -> None:

@@ -4,7 +4,7 @@
     tools/bench qlora --base-steps 10 --steps 10 --out runs/qlora
 
 The base learns from the documentation that every Python carries; the adapters from its library's sources, which the base has never seen.
-Both adapters begin alike and see the same rows in the same order.
+Both adapters begin alike and see the same rows in the same order. The exit code is 1 where one of the bounds does not hold.
 """
 
 from __future__ import annotations
@@ -82,6 +82,12 @@ STYLES = {"lora": ("ink", False), "qlora": ("limit", True)}
 """Colour, and whether dashed."""
 WINDOW = 8
 """Steps of a mean."""
+LINEARS_MOST, MODEL_MOST = 0.26, 0.41
+"""Of bf16's bytes."""
+LOADING_MOST = 1.3
+"""Memory while loading, of what the model keeps, beside its largest tensor."""
+APART_MOST = 0.05
+"""Of LoRA's loss, by which QLoRA's may differ."""
 
 
 def train(directory: Path, name: str, config: dict[str, Any], steps: int) -> list[dict[str, str]]:
@@ -132,14 +138,42 @@ def picture(curves: dict[str, list[tuple[float, float]]]) -> str:
     return drawing.svg()
 
 
+def allowed_bytes(bytes_: dict[str, int]) -> float:
+    """The most that loading may take."""
+    return LOADING_MOST * bytes_["model"] + bytes_["largest"]
+
+
+def apart(runs: dict[str, Any]) -> tuple[float, float]:
+    """By how much of LoRA's losses QLoRA's differ: means in training at most, and those of held-out text at the end."""
+    lora, qlora = runs["lora"], runs["qlora"]
+    worst = max(abs(b / a - 1) for (_, a), (_, b) in zip(lora["smooth"], qlora["smooth"], strict=True))
+    return worst, abs(qlora["val"][-1][1] / lora["val"][-1][1] - 1)
+
+
+def broken(found: dict[str, Any]) -> list[str]:
+    """Bounds that do not hold, a sentence each."""
+    bytes_, said = found["bytes"], []
+    for name, most in (("linears", LINEARS_MOST), ("model", MODEL_MOST)):
+        if (share := bytes_[name] / bytes_[f"{name}_bf16"]) > most:
+            said.append(f"{name}: {share:.4f} of the bytes in bf16, and {most} at most was to be")
+    if bytes_["growth"] > allowed_bytes(bytes_):
+        said.append(f"loading: {format_size(bytes_['growth'])}, and {format_size(int(allowed_bytes(bytes_)))} at most was to be")
+    for name, run in found["runs"].items():
+        if not run["smooth"][-1][1] < run["smooth"][0][1]:
+            said.append(f"{name}: its loss does not fall, from {run['smooth'][0][1]:.3f} to {run['smooth'][-1][1]:.3f}")
+    said += [
+        f"qlora: its loss is {by:.2%} from lora's, and {APART_MOST:.0%} at most was to be" for by in apart(found["runs"]) if by > APART_MOST
+    ]
+    return said
+
+
 def page(found: dict[str, Any], options: argparse.Namespace) -> str:
     """Markdown."""
     bytes_, runs = found["bytes"], found["runs"]
-    allowed = 1.3 * bytes_["model"] + bytes_["largest"]
+    allowed = allowed_bytes(bytes_)
     final = {name: (run["smooth"][-1][1], run["val"][-1][1]) for name, run in runs.items()}
     begin = {name: run["smooth"][0][1] for name, run in runs.items()}
-    worst = max(abs(b / a - 1) for (_, a), (_, b) in zip(runs["lora"]["smooth"], runs["qlora"]["smooth"], strict=True))
-    apart = abs(final["qlora"][1] / final["lora"][1] - 1)
+    worst, at_the_end = apart(runs)
     rows = [
         ("linear layers, of their bf16 bytes", f"{bytes_['linears'] / bytes_['linears_bf16']:.4f}"),
         ("the whole model, embedding and head in bf16", f"{bytes_['model'] / bytes_['model_bf16']:.4f}"),
@@ -173,7 +207,7 @@ def page(found: dict[str, Any], options: argparse.Namespace) -> str:
             "| --- | --- | --- | --- |",
             *trained,
             "",
-            f"Means of {WINDOW} steps differ by {worst:.2%} at most, losses of held-out text by {apart:.2%}.",
+            f"Means of {WINDOW} steps differ by {worst:.2%} at most, losses of held-out text by {at_the_end:.2%}.",
             "",
             "![training losses by step](qlora.svg)",
             "",
@@ -216,6 +250,8 @@ def main() -> None:
     text = page(found, options)
     (options.out / "qlora.md").write_text(text)
     print(text)
+    if said := broken(found):
+        raise SystemExit("\n".join(said))
 
 
 if __name__ == "__main__":

@@ -87,9 +87,10 @@ def quantization_for(directory: Path | Place) -> QuantizationPlugin | None:
         return None
     method = str(config.get("quant_method"))
     known = registry.declared("quantization", "hf_methods")
-    names = TensorFiles(found).where
+    where = TensorFiles(found).where
     for name in known.get(method, []):
-        if (plugin := plugin_class(QuantizationPlugin, name).from_hf(config, names)) is not None:
+        if (plugin := plugin_class(QuantizationPlugin, name).from_hf(config, where)) is not None:
+            plugin.look(lambda part: where[part].get_tensor(part))
             return plugin
     raise UserError(
         f"{found / CONFIG}: quantization_config: no quantization plugin reads these weights: quant_method '{method}'"

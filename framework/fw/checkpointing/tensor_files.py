@@ -184,23 +184,30 @@ def _differences(
 def adapter_for(files: TensorFiles, model: CausalLM) -> Fill:
     """Check once that the files are all of the model's adapters and nothing else; what is returned fills those of the tensors it is given.
 
-    peft keeps the weight of an embedding beside its change; such a one is taken too.
+    peft keeps the weight of an embedding beside its change; such a one is taken too. A head that is tied to an embedding that trains
+    whole it writes a second time.
 
     Raises:
-        UserError: tensors that are missing, unexpected or of another shape, all listed.
+        UserError: tensors that are missing, unexpected or of another shape, all listed; a tied head that is no repetition.
     """
     assert model.adapters is not None
-    names = {adapter_name(name): name for name in files.where}
+    called = {model.hf_module_name(of.name): of.name for of in model.adapters.tensors.values()}
+    names = {called.get(own := adapter_name(name), own): name for name in files.where}
     beside = {}
     for name in model.base():
         for of in model.hf_tensors(name):
             wrapped = f"base_model.model.{of.name.removesuffix('.weight')}.base_layer.weight"
             if wrapped in names and name not in model.adapters.tensors:
                 beside[name] = replace(of, name=wrapped)
-    adapters = replace(model.adapters, tensors={**model.adapters.tensors, **beside})
+    adapters = replace(model.adapters, tensors={**model.adapters.tensors, **beside}, repeated={})
     expected = adapter_parts(adapters, model.stored())
-    if problems := _differences(files, names, expected, set(names) - set(expected), "adapters"):
+    inside = {f"base_model.model.{name}": f"base_model.model.{source}" for name, source in model.hf_repeated().items()}
+    repeated = {name: source for name, source in inside.items() if name in names and source in names and source in expected}
+    if problems := _differences(files, names, expected, set(names) - set(expected) - set(repeated), "adapters"):
         raise UserError(f"the adapters in {files.directory} do not fit the model's: {'; '.join(problems)}")
+    for name, source in repeated.items():
+        if not _same(files, names[name], names[source]):
+            raise UserError(f"{files.directory}: the model ties {name} to {source}, but the adapter holds two different tensors")
 
     def give(tensors: Mapping[str, Tensor] | Mapping[str, Tensor | Kept]) -> None:
         for name, part in adapter_parts(adapters, tensors).items():

@@ -86,6 +86,13 @@ class QuantizationPlugin(Plugin):
         """
         raise NotImplementedError(f"{cls.__name__} reads no quantization_config")
 
+    def look(self, read: Callable[[str], Tensor]) -> None:  # most are told all by the configuration
+        """Be given the files that :meth:`from_hf` was about, for what their ``quantization_config`` does not say; before :meth:`apply`.
+
+        Args:
+            read: gives a tensor of the files.
+        """
+
     def hf_config(self, model: CausalLM) -> Mapping[str, Any]:
         """``quantization_config`` of a model that this was applied to."""
         raise NotImplementedError(f"{type(self).__name__} has no form in files")

@@ -54,6 +54,12 @@ def quantize(
     check_memory(look, needed, format_size)
     groups = "a scale for each row" if size == _WHOLE_ROWS else f"a scale for {size} neighbours"
     tell(f"{len(shapes)} layers of {len(model.blocks)} blocks, {groups}; memory: at most {format_size(needed)}, by estimate")
+    if stacked := {name: p.numel() for name, p in model.named_parameters() if any(of.index is not None for of in model.hf_tensors(name))}:
+        share = sum(stacked.values()) / sum(p.numel() for p in model.parameters())
+        tell(
+            f"stacked experts keep their weights, {share:.0%} of the model's; fw reads such a directory, transformers takes experts to be"
+            " packed and does not: for it save the model in nf4 or int8"
+        )
     config = {"quantization_config": dict(coded.quantization.hf_config(coded))}
     return rewrite(found, model, _Codes(model, coded, method), text, to, method, needed, config)
 

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from fw import __version__
-from fw.checkpointing.weights_digest import weights_digest
+from fw.checkpointing.weights_digest import sampled_digest
 from fw.config import PLUGINS
 from fw.recipe import Recipe
 
@@ -143,10 +143,10 @@ def _kept(directory: Path, stem: str, suffix: str, content: bytes) -> str | None
 
 
 def weights(directory: Path | None) -> dict[str, Any] | None:
-    """Where training begins from, and a digest of the files' names, sizes, beginnings and ends; None for initial values."""
+    """Where training begins from, and a digest of the files' names and sizes and of parts of every tensor; None for initial values."""
     if directory is None:
         return None
-    return {"path": str(directory), "sha256_of_ends": weights_digest(directory)}
+    return {"path": str(directory), "sha256_of_parts": sampled_digest(directory)}
 
 
 def _of_cuda() -> dict[str, Any]:

@@ -35,7 +35,7 @@ from fw.training.between_steps import BetweenSteps
 from fw.training.determinism import deterministic, prevented
 from fw.training.hang_watch import HangWatch
 from fw.training.host_allocator import keep_freed_memory
-from fw.training.inputs import check_files, device_of, note, open_data, say, say_nothing
+from fw.training.inputs import check_files, device_of, note, note_codes, open_data, say, say_nothing
 from fw.training.loading import loader
 from fw.training.loggers import build as build_loggers, flat
 from fw.training.module import TrainingModule
@@ -105,6 +105,8 @@ def _train_joined(
     checkpoint = resume.find(recipe, corpus, strategy.ranks, say if world.is_first else say_nothing)
     if not outcome.launched_by_fw():  # else the launching process has done so
         check_files(recipe, vocab_size, checkpoint, strategy.ranks)
+        if world.is_first:
+            note_codes(recipe, vocab_size)
     seed_all(recipe.train.seed * 1_000_003 + world.rank)
     if recipe.launch.threads is not None:
         torch.set_num_threads(recipe.launch.threads)

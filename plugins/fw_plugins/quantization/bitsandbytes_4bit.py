@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from fw_plugins.quantization.coded import CodedLinears, left_whole
 from fw_plugins.quantization.four_bits import Layout, load_kernels
 
 _BLOCKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 @dataclass
@@ -25,6 +26,9 @@ class FourBitConfig:
     """Values that share a scale: smaller ones are more accurate, and keep more scales (4 bytes each, with double quantization 1)."""
     double_quantization: bool = True
     """Keep the scales in 8 bits: 0.516 bytes per weight instead of 0.5625 (with blocks of 64)."""
+    compute_dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
+    """What products with these weights are computed in, and what a weight is while its layer computes: 2 bytes each, or 4. `auto` is what
+    `precision` computes in; another one costs a copy of what the layer sees and gives, whose dtypes stay those of `precision`."""
     skip: list[str] = field(default_factory=lambda: ["*lm_head", "*.gate"])
     """Linear layers that keep their weights, by name, where `*` stands for anything. By default the head and the routers of experts."""
 
@@ -43,6 +47,10 @@ class NF4(CodedLinears):
     hf_methods = ("bitsandbytes",)
     quant_type: ClassVar[str] = "nf4"
 
+    def computes_in(self) -> torch.dtype | None:
+        """As the option says."""
+        return _DTYPES.get(self.config.compute_dtype)
+
     def apply(self, model: CausalLM, compute: torch.dtype) -> Mapping[str, Quantized]:
         """Every linear layer but those to skip."""
         load_kernels()
@@ -53,6 +61,13 @@ class NF4(CodedLinears):
         if features[1] % 2:
             raise UserError(f"quantization.skip: {name} has {features[1]} features, an odd number, and codes go by two; skip it")
         return Layout(features, self.quant_type, self.config.block_size, self.config.double_quantization)
+
+    def layout_in_files(self, name: str, read: Callable[[str], Tensor]) -> Layout:
+        """As each weight's own description has it: the size of blocks is said nowhere else."""
+        layout = bitsandbytes_files.FourBitWeight(name, self.quant_type, read).layout
+        if layout.features[1] % 2:
+            raise UserError(f"{name}: has {layout.features[1]} features, an odd number, and codes go by two; take the plain weights")
+        return layout
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any], names: Collection[str]) -> NF4 | None:
@@ -66,7 +81,7 @@ class NF4(CodedLinears):
 
     def hf_config(self, model: CausalLM) -> Mapping[str, Any]:
         """As transformers' BitsAndBytesConfig has it."""
-        compute = next(iter(model.quantized.values())).dtype
+        compute = self.computes_in() or next(iter(model.quantized.values())).dtype
         return {
             "quant_method": "bitsandbytes",
             "load_in_4bit": True,

@@ -8,7 +8,7 @@ Shape suffixes: O features out, I features in.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Protocol
@@ -104,14 +104,18 @@ class CodedLinear(nn.Linear):
 
     layout: Layout
     """What its parameters are: ``weight`` are codes, uint8; scales beside it."""
+    compute_dtype: torch.dtype | None = None
+    """Of its products; None for that of activations."""
 
     def dense_weight(self, dtype: torch.dtype) -> Tensor:
         """What the codes stand for, ``[O, I]``."""
         return self.layout.dequantize(self._kept(), dtype)
 
     def grouped_codes(self) -> GroupedCodes | None:
-        """For a layer that computes with them; None where this one does more."""
-        return self.layout.grouped(self._kept()) if type(self) is CodedLinear else None
+        """For a layer that computes with them, in bfloat16; None where this one does more."""
+        if type(self) is not CodedLinear or self.compute_dtype not in (None, torch.bfloat16):
+            return None
+        return self.layout.grouped(self._kept())
 
     def _kept(self) -> tuple[Tensor, ...]:
         return tuple(getattr(self, name) for name in self.layout.kept())
@@ -120,6 +124,13 @@ class CodedLinear(nn.Linear):
         """``[…, I]`` → ``[…, O]``."""
         device = x_I.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x_I.dtype
+        compute = self.compute_dtype or dtype
+        if compute == dtype:
+            return self._product(x_I, dtype)
+        with torch.autocast(device, enabled=False):
+            return self._product(x_I, compute).to(dtype)
+
+    def _product(self, x_I: Tensor, dtype: torch.dtype) -> Tensor:
         out_O: Tensor = _Product.apply(x_I.to(dtype), self.layout, *self._kept())
         return out_O if self.bias is None else out_O + self.bias.to(dtype)
 
@@ -144,6 +155,20 @@ class CodedLinears(QuantizationPlugin):
     conflicts = CONFLICTS
     _in_files: frozenset[str] | None = None
     """Weights that the files have codes of; None where options say what is quantized."""
+    _read: Callable[[str], Tensor] | None = None
+    """Gives a tensor of these files."""
+
+    def look(self, read: Callable[[str], Tensor]) -> None:
+        """For what :meth:`layout_in_files` wants to know."""
+        self._read = read
+
+    def computes_in(self) -> torch.dtype | None:
+        """Dtype of the products; None for that of activations."""
+        return None
+
+    def layout_in_files(self, name: str, read: Callable[[str], Tensor]) -> Layout | None:
+        """How files keep a weight, by its name there; None where they all keep theirs as :meth:`layout` says."""
+        return None
 
     @abstractmethod
     def layout(self, name: str, features: tuple[int, int]) -> Layout:
@@ -160,10 +185,10 @@ class CodedLinears(QuantizationPlugin):
             if self._skips(name, model):
                 continue
             features = (linear.out_features, linear.in_features)
-            layout = self.layout(name, features)
+            layout = self._found(name, model) or self.layout(name, features)
             linear.__class__ = CodedLinear
             assert isinstance(linear, CodedLinear)
-            linear.layout = layout
+            linear.layout, linear.compute_dtype = layout, self.computes_in()
             for key, (shape, dtype) in layout.kept().items():
                 linear.register_parameter(key, nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False))
             quantize = Quantize(name, layout)
@@ -171,6 +196,13 @@ class CodedLinears(QuantizationPlugin):
         if not found:
             raise UserError("quantization.skip: no linear layer is left; use quantization=none")
         return found
+
+    def _found(self, name: str, model: CausalLM) -> Layout | None:
+        """In the files that this plugin was made for."""
+        if self._in_files is None or self._read is None:
+            return None
+        own = [of.name for of in model.hf_tensors(f"{name}.weight")]
+        return self.layout_in_files(own[0], self._read) if len(own) == 1 and own[0] in self._in_files else None
 
     def _skips(self, name: str, model: CausalLM) -> bool:
         if self._in_files is not None:

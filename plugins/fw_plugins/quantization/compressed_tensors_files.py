@@ -18,6 +18,8 @@ from fw_plugins.quantization.coded import CodedWeight, Quantize
 from fw_plugins.quantization.grouped import SCALE, ZERO, Grouped, pack, unpack
 
 METHOD, FORM = "compressed-tensors", "pack-quantized"
+EXPERTS = ("re:.*[.]experts([.].*)?",)
+"""Layers of stacked experts, as ``ignore`` names them."""
 _PACKED, _SHAPE, _ORDER = "_packed", "_shape", "_g_idx"
 
 

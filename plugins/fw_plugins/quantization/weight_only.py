@@ -80,7 +80,9 @@ class W4A16(CodedLinears):
 
     def hf_config(self, model: CausalLM) -> Mapping[str, Any]:
         """As compressed-tensors has it, which transformers and vLLM read."""
-        return files.written_config(files.Scheme(self.bits, self.config.group_size, self.config.symmetric), left_whole(model))
+        stacked = any(of.index is not None for name in model.base() for of in model.hf_tensors(name))
+        whole = [*left_whole(model), *(files.EXPERTS if stacked else ())]
+        return files.written_config(files.Scheme(self.bits, self.config.group_size, self.config.symmetric), whole)
 
     def stored(self, names: Collection[str]) -> Mapping[str, tuple[str, ...]]:
         """By their packed codes."""
