@@ -25,6 +25,8 @@ ONE = {
     "prompt": ["peft={name: prompt, tokens: 4}"],
     "prefix": ["peft={name: prefix, tokens: 4}"],
     "hf_peft": ["peft={name: hf_peft, type: LOKR, config: {r: 4}}"],
+    "buffers": ["peft={name: hf_peft, type: OFT, config: {oft_block_size: 8}}"],
+    "norms": ["peft={name: hf_peft, type: LORA, config: {r: 4, use_dora: true}}"],
 }
 """What is divided; the first of a cell's words that is here says which."""
 CELLS: dict[str, list[str]] = {
@@ -53,6 +55,9 @@ CELLS: dict[str, list[str]] = {
     "prefix zero 3, recomputed": ["sharding=zero", "sharding.stage=3", "activation=full"],
     "hf_peft fsdp": ["sharding=fsdp"],
     "hf_peft zero 2": ["sharding=zero", "sharding.stage=2"],
+    "buffers fsdp": ["sharding=fsdp"],
+    "buffers zero 2": ["sharding=zero", "sharding.stage=2"],
+    "norms fsdp": ["sharding=fsdp"],
     "lora zero 3": ["sharding=zero", "sharding.stage=3"],
     "lora zero 3, on the host": ["sharding=zero", "sharding.stage=3", "offload.optimizer=cpu", "offload.params=cpu"],
 }
@@ -97,6 +102,34 @@ def test_every_division_equals_one_process(workspace: Path) -> None:
                 assert expected.keys() == found.keys()
                 for name, tensor in found.items():
                     assert torch.allclose(tensor, expected[name], rtol=1e-3, atol=1e-5), f"{cell}: {name}"
+
+
+def test_what_is_frozen_stays_bit_for_bit(workspace: Path) -> None:
+    """With weight decay and clipping, against the files; the parameters as ranks hold them when training has ended."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    torch.manual_seed(0)
+    transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(vocab_size=40, **sizes)).save_pretrained("base")
+    shared = [
+        "model={name: auto, path: base}",
+        "data={name: synthetic, vocab_size: 40, samples: 16}",
+        "optimizer={name: adamw, lr: 1e-2, weight_decay: 0.1}",
+        "train.gradient_clip_norm=0.05",
+        "train.sequence_length=16",
+        "train.max_steps=3",
+        "launch.threads=1",
+    ]
+    methods = {"lora": "peft={name: lora, whole: [norm, lm_head]}", "dora": "peft=dora"}
+    runs = {
+        1: [[method, *shared, f"train.run_dir=one-{name}"] for name, method in methods.items()],
+        RANKS: [
+            [method, *shared, f"sharding={sharding}", f"train.run_dir={sharding}-{name}"]
+            for name, method in methods.items()
+            for sharding in ("ddp", "fsdp")
+        ],
+    }
+    for ranks, each in runs.items():
+        run_ranks("frozen.py", ranks, {"base": "base", "runs": each})
 
 
 @pytest.mark.parametrize("sharding, ranks", [("single", 1), ("fsdp", 2)])

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 import fw
 from fw.cli import main
 from fw.pretrained.reading import peft_for
+from live import assemblies
 
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
@@ -122,7 +123,9 @@ def trained(directory: Path, case: str, monkeypatch: pytest.MonkeyPatch, *overri
 
 @pytest.mark.parametrize("case", CASES)
 def test_peft_loads_what_was_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
-    checkpoint = trained(tmp_path, case, monkeypatch)
+    runs = assemblies(monkeypatch)
+    decaying = ["optimizer.weight_decay=0.1", "train.gradient_clip_norm=0.05"]
+    checkpoint = trained(tmp_path, case, monkeypatch, *decaying)
     assert not list(checkpoint.glob("model*")) and not (checkpoint / "config.json").exists()
     base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     with torch.no_grad():
@@ -132,9 +135,15 @@ def test_peft_loads_what_was_trained(tmp_path: Path, monkeypatch: pytest.MonkeyP
         expected, found = theirs(IDS).logits, ours(IDS)
     assert (found - expected).abs().max() < 1e-5
     assert (found - untrained).abs().max() > 1e-3
+    (live,) = (run.model for run in runs)
     before = load_file(tmp_path / "base" / "model.safetensors")
-    assert ours.adapters is not None
-    for name, tensor in ours.base().items():
-        (of,) = ours.hf_tensors(name)
-        if name not in ours.adapters.tensors:
-            assert torch.equal(tensor.t() if of.transposed else tensor, before[of.name]), name
+    assert live.adapters is not None
+    frozen = {name: tensor for name, tensor in live.base().items() if name not in live.adapters.tensors}
+    for name, tensor in frozen.items():
+        (of,) = live.hf_tensors(name)
+        assert torch.equal(tensor.t() if of.transposed else tensor, before[of.name]), name
+    assert len(frozen) > 5
+    for name, of in live.adapters.tensors.items():
+        now = live.get_parameter(name).detach()
+        was = before.get(of.name.removeprefix("base_model.model.").replace(".base_layer.", "."), torch.zeros(()))
+        assert not torch.equal(now.t() if of.transposed else now, was.expand(now.shape) if not was.dim() else was), name

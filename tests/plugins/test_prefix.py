@@ -10,7 +10,9 @@ import torch
 from safetensors.torch import load_file
 
 import fw
+import tokens
 from adapting import IDS, base_in, checkpoint, run, small_configs
+from fw.cli import main
 from fw.kinds.peft import without_adapters
 
 peft = pytest.importorskip("peft")
@@ -87,6 +89,30 @@ def test_positions_of_a_table_are_counted(tmp_path: Path, monkeypatch: pytest.Mo
     assert run(tmp_path, monkeypatch, PREFIX, "train.sequence_length=30") == 2
     assert "3 virtual tokens and rows of 30 need 33 positions, and this model has 32" in capsys.readouterr().err
     assert run(tmp_path, monkeypatch, PREFIX, "train.sequence_length=29") == 0
+
+
+@pytest.mark.parametrize("name", ["prompt", "prefix"])
+@pytest.mark.parametrize(
+    "words", [("generate", "{}", "w5 w9"), ("eval", "{}", "--text", "text.txt"), ("serve", "{}", "--port", "0")], ids=lambda words: words[0]
+)
+def test_generation_refuses_virtual_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str, words: tuple[str, ...]
+) -> None:
+    """Trained here and peft's alike, by the adapter's directory or beside its base; peft generates with what was trained."""
+    base = base_in(tmp_path, CONFIGS["llama"])
+    assert run(tmp_path, monkeypatch, {"name": name, "tokens": TOKENS}) == 0
+    theirs = peft.PeftModel.from_pretrained(base, checkpoint(tmp_path)).eval()
+    assert theirs.generate(input_ids=IDS, max_new_tokens=3, do_sample=False).shape[1] == IDS.shape[1] + 3
+    tokens.save(tmp_path / "base", 131)
+    (tmp_path / "text.txt").write_text("w1 w2 w3")
+    beside = f"{'mine=' if words[0] == 'serve' else ''}{checkpoint(tmp_path)}"
+    for model in ([str(checkpoint(tmp_path))], [str(tmp_path / "base"), "--adapter", beside]):
+        capsys.readouterr()
+        given = [part for word in words for part in (model[:1] if word == "{}" else [word])]
+        assert main([*given, *model[1:]]) == 2
+        said = capsys.readouterr().err.strip().splitlines()[-1]
+        assert said.startswith(f"fw: error: {checkpoint(tmp_path)} is an adapter of virtual tokens (peft=prompt, peft=prefix), which"), said
+        assert said.endswith("which generation does not put before prompts; peft's own code generates with it")
 
 
 @pytest.mark.parametrize(

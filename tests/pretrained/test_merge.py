@@ -7,7 +7,10 @@ import json
 import pytest
 import torch
 
+import fw
 from fw.cli import main
+from fw.meter.allocations import allocations
+from fw.pretrained import changes
 
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
@@ -15,6 +18,8 @@ transformers = pytest.importorskip("transformers")
 LLAMA = transformers.LlamaConfig(
     vocab_size=24, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2
 )
+WIDER = transformers.LlamaConfig(**{**LLAMA.to_dict(), "hidden_size": 64, "intermediate_size": 128, "head_dim": 16})
+QWEN2 = transformers.Qwen2Config(**{**LLAMA.to_dict(), "model_type": "qwen2", "use_sliding_window": False})
 GPT2 = transformers.GPT2Config(vocab_size=24, n_embd=16, n_layer=2, n_head=4, n_positions=16)
 ATTENTION = ["q_proj", "v_proj"]
 CASES = {
@@ -23,6 +28,10 @@ CASES = {
     "rslora": (LLAMA, {"target_modules": ATTENTION, "use_rslora": True}),
     "dora": (LLAMA, {"target_modules": ATTENTION, "use_dora": True}),
     "embedding": (LLAMA, {"target_modules": ["embed_tokens", "q_proj"], "modules_to_save": ["lm_head"]}),
+    "biases": (QWEN2, {"target_modules": ATTENTION, "bias": "all"}),
+    "biases-of-changed-layers": (QWEN2, {"target_modules": ATTENTION, "bias": "lora_only"}),
+    "biases-dora": (QWEN2, {"target_modules": ATTENTION, "bias": "lora_only", "use_dora": True}),
+    "biases-transposed": (GPT2, {"target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True, "bias": "all"}),
     "transposed": (GPT2, {"target_modules": ["c_attn"], "fan_in_fan_out": True}),
     "transposed-dora": (GPT2, {"target_modules": ["c_attn"], "fan_in_fan_out": True, "use_dora": True}),
 }
@@ -56,6 +65,74 @@ def test_equal_to_peft(tmp_path, case, dtype):
         scale = expected[name].abs().max().float()
         assert (tensor - expected[name]).abs().max().float() <= (1e-5 if dtype == torch.float32 else 1e-2) * max(1.0, scale), name
     assert any((found[name] - before[name]).abs().max() > 0.1 for name in found)
+
+
+LIKE = {"fp32": (torch.float32, 1e-5), "bf16": (torch.bfloat16, 1e-2)}
+"""How near logits of a merged model are to those of base and adapter, in parts of their norm; as near as those are in bf16 to fp32."""
+
+
+@pytest.mark.parametrize("bits", [None, "nf4"])
+@pytest.mark.parametrize("dtype", LIKE)
+@pytest.mark.parametrize("dora", [False, True])
+def test_logits_are_those_of_the_base_with_the_adapter_beside_it(tmp_path, dora, dtype, bits):
+    kept_as, tolerance = LIKE[dtype]
+    torch.manual_seed(0)
+    base = transformers.AutoModelForCausalLM.from_config(WIDER).to(kept_as)
+    base.save_pretrained(tmp_path / "base")
+    ids = torch.randint(0, 24, (2, 12))
+    model = peft.get_peft_model(base, peft.LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", use_dora=dora))
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            parameter.data.add_(torch.randn_like(parameter) * (0.01 if "magnitude" in name else 0.05))
+    model.save_pretrained(tmp_path / "adapter")
+    if bits:
+        (tmp_path / "base").rename(tmp_path / "plain")
+        fw.save_model(fw.load_model(tmp_path / "plain", dtype=kept_as, quantization=bits), tmp_path / "base")
+    assert merge(tmp_path) == 0
+    with torch.no_grad():
+        plain = fw.load_model(tmp_path / "base", dtype=kept_as)(ids).float()
+        expected = fw.load_model(tmp_path / "base", dtype=kept_as, adapter=tmp_path / "adapter")(ids).float()
+        found = fw.load_model(tmp_path / "made", dtype=kept_as)(ids).float()
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "made", dtype=kept_as)(ids).logits.float()
+    assert (expected - plain).norm() > 0.1 * expected.norm()
+    assert (found - expected).norm() <= tolerance * expected.norm()
+    assert (theirs - expected).norm() <= tolerance * expected.norm()
+
+
+WIDE = transformers.LlamaConfig(
+    vocab_size=4096, hidden_size=512, intermediate_size=16, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2
+)
+HEAD_BYTES = 4096 * 512 * 4
+WIDE_CASES = {
+    "head": peft.LoraConfig(r=4, target_modules=["lm_head"]),
+    "dora": peft.LoraConfig(r=4, target_modules=["lm_head"], use_dora=True),
+    "embedding": peft.LoraConfig(r=4, target_modules=["embed_tokens"]),
+    "ia3": peft.IA3Config(target_modules=["lm_head"], feedforward_modules=[]),
+    "whole": peft.LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"]),
+}
+
+
+@pytest.mark.parametrize("dtype", [[], ["--dtype", "bf16"]])
+@pytest.mark.parametrize("case", WIDE_CASES)
+def test_memory_is_the_largest_tensor_and_some_of_its_rows(tmp_path, monkeypatch, case, dtype):
+    """By the allocator's own events; what is read lies in mapped files."""
+    torch.manual_seed(0)
+    base = transformers.AutoModelForCausalLM.from_config(WIDE)
+    base.save_pretrained(tmp_path / "base")
+    model = peft.get_peft_model(base, WIDE_CASES[case])
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(tmp_path / "adapter")
+    piece = 1 << 18
+    assert 3 * changes._SLICE_BYTES < 2 << 30, "what is promised beyond the largest file"
+    monkeypatch.setattr(changes, "_SLICE_BYTES", piece)
+    with allocations(torch.device("cpu")) as found:
+        assert merge(tmp_path, *dtype) == 0
+    mapped = sum(path.stat().st_size for path in tmp_path.glob("*/*.safetensors") if path.parent.name != "made")
+    written = HEAD_BYTES // (2 if dtype else 1)
+    adapters = sum(4 * 4 * (4096 + 512) for _ in range(2))
+    assert written <= found.peak_bytes - mapped <= written + 3 * piece + adapters, found.peak_bytes - mapped - written
 
 
 def test_in_another_dtype(tmp_path):

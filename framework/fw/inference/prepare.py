@@ -24,7 +24,7 @@ from fw.place import place
 from fw.planned import is_gpu, planned_gpu
 from fw.pretrained import load_model
 from fw.pretrained.directory import read_adapter_config, read_config
-from fw.pretrained.low_rank import LowRankChange, read_low_rank
+from fw.pretrained.low_rank import LowRankChange, read_low_rank, refuse_virtual_tokens
 from fw.recipe.inference import InferenceRecipe
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -98,9 +98,7 @@ def prepare(
     dtype = _dtype(options.dtype, config)
     said = {"adapter": adapter, "quantization": recipe.quantization, "offload": _offload(recipe, device, ranks)}
     model = read(path, dtype, device, ThroughCache(), **said, division=ranks.division)
-    if model.virtual_tokens:
-        what = "an adapter of virtual tokens (peft=prompt, peft=prefix)"
-        raise UserError(f"{adapter or path} is {what}, which generation does not put before prompts")
+    refuse_virtual_tokens(model, adapter or path)
     models = [model, *([_draft(options.draft, dtype, device, read)] if options.draft else [])]
     context = _context(model, options.max_context)
     plugin = recipe.kv_cache

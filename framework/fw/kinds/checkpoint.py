@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol, TypeVar
 
@@ -95,7 +95,9 @@ def parts(model: CausalLM, tensors: Mapping[str, Tensor] | Mapping[str, Tensor |
 
 def adapter_parts(adapters: Adapters, tensors: Mapping[str, Tensor] | Mapping[str, Tensor | Kept]) -> dict[str, Part]:
     """Those of the tensors that an adapter's file holds, as it names them."""
-    return {of.name: Part(tensors[name], of) for name, of in adapters.tensors.items() if name in tensors}
+    found = {of.name: Part(tensors[name], of) for name, of in adapters.tensors.items() if name in tensors}
+    again = {name: found[of] for name, of in adapters.repeated.items() if of in found}
+    return {**found, **{name: Part(part.tensor, replace(part.of, name=name)) for name, part in again.items()}}
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from fw.errors import UserError
 from fw.kinds.attention import AttentionPlugin
 from fw.kinds.in_files import left_out
 from fw.kinds.tensor_plan import TensorPlan
+from fw.kinds.widths import Rescaling as Rescaling, Width as Width
 from fw.registry import Plugin
 
 if TYPE_CHECKING:
@@ -132,6 +133,8 @@ class Adapters:
         row_norms: added parameters that begin as the L2 norms of the rows of a weight of the base, and that weight's name.
         undecayed: of what was added, besides vectors, what weight decay must leave alone.
         weights: the adapter's directory that training begins from; None for initial values.
+        fixed: buffers that the model did not have before, and what makes their values, on the host: of shapes and options alone.
+        repeated: tensors that an adapter's file holds besides, by name, and the one of :attr:`tensors` that each repeats.
     """
 
     added: Mapping[str, Init]
@@ -142,36 +145,8 @@ class Adapters:
     whole_layers_because: str = ""
     row_norms: Mapping[str, str] = field(default_factory=dict)
     undecayed: frozenset[str] = frozenset()
-
-
-@dataclass(frozen=True)
-class Width:
-    """Something that every block has the same number of, and can have less of.
-
-    Attributes:
-        number: that there are.
-        fields: of ``config.json`` that count it, and how many one is.
-        seen_by: the linear layer of a block that sees what they compute, by its name there; as many inputs in a row are of one.
-        cut: parameters of a block, the dimension along which they lie, and how many slices in a row are of one.
-    """
-
-    number: int
-    fields: Mapping[str, int]
-    seen_by: str
-    cut: Mapping[str, tuple[int, int]]
-
-
-@dataclass(frozen=True)
-class Rescaling:
-    """Inputs of layers that can be divided by numbers, one for each, while the layers' weights are multiplied.
-
-    Attributes:
-        layers: linear layers of a block, all that see these inputs, by their names there.
-        makers: parameters of the block whose entries, or rows, make one input each, and what is added to them where they multiply.
-    """
-
-    layers: tuple[str, ...]
-    makers: Mapping[str, float]
+    fixed: Mapping[str, Callable[[], Tensor]] = field(default_factory=dict)
+    repeated: Mapping[str, str] = field(default_factory=dict)
 
 
 def positions(ids_BL: Tensor, segments_BL: Tensor | None) -> Tensor:
@@ -258,6 +233,10 @@ class CausalLM(nn.Module):
     def hf_config(self) -> dict[str, Any]:
         """What goes into ``config.json`` so that transformers loads the checkpoint."""
 
+    def hf_config_of(self, blocks: Sequence[int]) -> dict[str, Any]:
+        """:meth:`hf_config` of a model of these blocks alone, by their numbers, in order. Raises UserError where there is no such model."""
+        raise UserError(f"--layers: {type(self).__name__} has no config.json of fewer blocks; leave --layers out")
+
     @property
     @abstractmethod
     def kv_shapes(self) -> Sequence[KVShape]:
@@ -333,6 +312,10 @@ class CausalLM(nn.Module):
         """Names that a file may hold besides, with the tensor each must repeat: a tied head. Never written."""
         return {}
 
+    def hf_module_name(self, name: str) -> str:
+        """What transformers' own model calls what files call ``name``, where it renames what it reads; it writes adapters so."""
+        return name
+
     def hf_superfluous(self, name: str) -> bool:
         """Whether a file may hold ``name`` besides, since it can be computed from the configuration (masks, rotary frequencies)."""
         return False
@@ -346,6 +329,8 @@ class CausalLM(nn.Module):
         are there, and so are those that lie elsewhere."""
         with left_out(self, {**self.in_files, **self.elsewhere}):
             self.to_empty(device=device)
+        for name, make in ({} if self.adapters is None else self.adapters.fixed).items():
+            self.get_buffer(name).copy_(make())
 
     def stored(self) -> dict[str, Tensor]:
         """What has a value to keep, by the model's own names: parameters, those of adapters too, and buffers that training may change."""

@@ -10,6 +10,10 @@ from fw.errors import UserError
 from fw.locate import ADAPTER_CONFIG, CONFIG
 from fw.place import Place, place
 
+_LEAVES_BASE = {"true", "false", "none", "gaussian", "eva", "orthogonal", "mica", "lora_ga"}
+"""``init_lora_weights`` of peft's ``LoraConfig`` that begin A and B alone when an adapter is read (``tuners/lora/layer.py`` there). The
+others (``pissa``, ``olora``, ``corda``, ``loftq``) take what A and B begin with from the base's weight."""
+
 
 def read_config(directory: Path | Place) -> dict[str, Any]:
     """``config.json``.
@@ -24,9 +28,17 @@ def read_adapter_config(directory: Path | Place) -> dict[str, Any]:
     """``adapter_config.json``, as peft writes it.
 
     Raises:
-        UserError: it is missing or no JSON object.
+        UserError: it is missing or no JSON object, or peft alters the base's weights whenever it reads such an adapter.
     """
-    return _json_object(place(directory), ADAPTER_CONFIG, "adapter's directory")
+    config = _json_object(place(directory), ADAPTER_CONFIG, "adapter's directory")
+    begun = config.get("init_lora_weights")
+    if str(begun).lower() not in _LEAVES_BASE:
+        raise UserError(
+            f"{place(directory) / ADAPTER_CONFIG}: init_lora_weights={begun!r} has peft alter the base's weights, which are left as"
+            " they are here; convert the adapter with peft (save_pretrained with path_initial_model_for_weight_conversion), or save the"
+            " base that peft has altered and set true"
+        )
+    return config
 
 
 def _json_object(directory: Place, name: str, what: str) -> dict[str, Any]:

@@ -46,6 +46,8 @@ class ChangedLayers(PeftPlugin):
 
     must_agree: ClassVar[Mapping[str, Any]] = {}
     """Fields of ``adapter_config.json`` that the shapes of an adapter's tensors do not show, and what it means that nothing is said."""
+    as_peft = False
+    """Whether the options are those of an adapter that is read, in which peft lets pass what names nothing."""
     not_divided_because: ClassVar[str] = ""
     """Why tensor parallelism cannot divide the layers, as a clause; empty where it can."""
 
@@ -66,7 +68,7 @@ class ChangedLayers(PeftPlugin):
         """Freeze all, and change the layers that the options name."""
         options: Any = self.config
         files = names_in_files(model)
-        names = chosen(model, files, options.targets, options.exclude)
+        names = chosen(model, files, options.targets, options.exclude, self.as_peft)
         plan = model.tensor_plan()
         model.requires_grad_(False)
         added: dict[str, Init] = {}
@@ -118,9 +120,15 @@ def begun_from(adapter: str, own: Mapping[str, Any], must_agree: Mapping[str, An
     except UserError as error:
         raise UserError(f"peft.adapter: {error}") from None
     for key, unset in must_agree.items():
-        if (theirs.get(key) or unset) != (own[key] or unset):
+        if _said(theirs.get(key), unset) != _said(own[key], unset):
             raise UserError(f"peft.adapter: {directory} was trained with {key}={theirs.get(key)}, the config means {own[key]}")
     return directory
+
+
+def _said(value: Any, unset: Any) -> Any:
+    """What a field of a configuration means; names are in any order."""
+    value = unset if value is None else value
+    return sorted(value) if isinstance(value, list | tuple | set) and all(isinstance(each, str) for each in value) else value
 
 
 def refuse_unknown(raw: Mapping[str, Any], read: set[str]) -> None:

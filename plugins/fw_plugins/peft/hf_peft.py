@@ -7,21 +7,55 @@ under its name, and peft's is inside: computing what the layer did before goes t
 from __future__ import annotations
 
 import copy
-import hashlib
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
-import torch
 from torch import Tensor, nn
 
-from fw.api import Adapters, CausalLM, HFTensor, Init, PeftPlugin, UserError, adapters_are_off
-from fw_plugins.peft.changed import OF_TRAINING, PREFIX, become, begun_from, patterns
-from fw_plugins.peft.targets import ALL_LINEAR, chosen, names_in_files
+from fw.api import Adapters, CausalLM, HFTensor, Init, PeftPlugin, UserError
+from fw_plugins.peft.changed import OF_TRAINING, PREFIX, begun_from, patterns
+from fw_plugins.peft.hf_peft_layers import INSIDE, OfPeft, put_inside
+from fw_plugins.peft.targets import ALL_LINEAR, by_pattern, chosen, names_in_files, shortest
 
-_INSIDE = "peft"
-_ADAPTER = "default"
+_SHARED = "its layers share tensors"
+_FROM_WEIGHTS = "it begins from a decomposition of the weights that it changes"
+REFUSED: Mapping[str, str] = {
+    **dict.fromkeys(("VERA", "PVERA", "RANDLORA", "VBLORA", "UNILORA", "TINYLORA", "FROD", "LILY"), _SHARED),
+    **dict.fromkeys(("OSF", "PSOFT", "ADAMSS", "SUPERTUNING"), _FROM_WEIGHTS),
+    "ADALORA": "its ranks change by calls between steps",
+    "ADAPTION_PROMPT": "it changes attention, and no linear layers",
+    "BOFT": "its layers are other ones where peft has compiled a kernel of its own",
+    "DELORA": "it keeps norms of the weights that it changes",
+    "GLORA": "its files hold what does not train",
+    "IA3": "use peft=ia3, which computes the same",
+    "LN_TUNING": "it trains copies of norms, and changes no linear layers",
+    "POLY": "it needs the number of a task with every row",
+    "SHADOW": "it trains a network beside the model",
+    "SHIRA": "its files hold which entries train",
+    "TRAINABLE_TOKENS": "it trains rows of embeddings; use peft=lora with peft.whole",
+    "XLORA": "it mixes adapters that are there already",
+}
+"""Methods of peft that are not taken, and why, as a clause."""
+
+_WHERE = {"target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "fan_in_fan_out"}
+"""Options that say which layers, and how files hold their weights."""
+_TRANSPOSED = ("LORA", "GRALORA", "HIRA", "DEFT", "FOURIERFT", "WAVEFT")
+"""Methods that change weights which files hold transposed: GPT-2's."""
+_LORA = {
+    *("r", "lora_alpha", "lora_dropout", "use_rslora", "init_lora_weights", "rank_pattern", "alpha_pattern", "use_dora", "lora_bias"),
+    *("qalora_group_size", "ensure_weight_tying"),  # which mean nothing by themselves
+}
+"""Options of LORA that layers by themselves honour."""
+_LORA_BEGINNINGS = (True, False, "gaussian", "orthogonal")
+"""Values of ``init_lora_weights`` that leave the base as it is and do not look at it."""
+_NOT_ALONE: Mapping[str, Mapping[str, str]] = {
+    "OFT": {"coft": "it writes to its parameters in forward"},
+    "WAVEFT": {"proportional_parameters": "it looks at all layers at once; use n_frequency_pattern"},
+}
+"""Options that need more than their layer, by method, and why."""
 
 
 @dataclass
@@ -29,8 +63,8 @@ class HFPeftConfig:
     """A method of the peft library, with its own options."""
 
     type: str = "LOHA"
-    """`peft_type` of a method that changes linear layers and keeps nothing beside what trains: LOHA, LOKR, HRA, MISS, C3A, ROAD, GRALORA,
-    or LORA with options that `lora` has not."""
+    """`peft_type` of a method that changes linear layers by themselves: LOHA, LOKR, HRA, MISS, C3A, ROAD, GRALORA, OFT, FOURIERFT,
+    WAVEFT, HIRA, DEFT, PEANUT, BEFT, or LORA with options that `lora` has not."""
     config: dict[str, Any] = field(default_factory=dict)
     """Options of its configuration class in peft (`LoHaConfig`, …), among them `target_modules`, `all-linear` where it says none, and
     `exclude_modules`."""
@@ -45,146 +79,193 @@ class HFPeft(PeftPlugin):
     Config = HFPeftConfig
     config: HFPeftConfig
     packages = {"peft": "peft>=0.21"}  # noqa: RUF012
-    peft_types = ("LOHA", "LOKR", "HRA", "MISS", "C3A", "ROAD", "GRALORA")
+    peft_types: ClassVar[tuple[str, ...]] = (
+        "LOHA",
+        "LOKR",
+        "HRA",
+        "MISS",
+        "C3A",
+        "ROAD",
+        "GRALORA",
+        "OFT",
+        "FOURIERFT",
+        "WAVEFT",
+        "HIRA",
+        "DEFT",
+        "PEANUT",
+        "BEFT",
+    )
+    as_peft = False
+    """Whether it is as an adapter's file says, which then has all values."""
 
     @classmethod
     def from_peft(cls, raw: Mapping[str, Any]) -> PeftPlugin:
         """As the method's own class reads it."""
-        return cls(
-            HFPeftConfig(type=str(raw.get("peft_type")), config={k: v for k, v in raw.items() if k not in OF_TRAINING | {"peft_type"}})
-        )
+        of_training = (OF_TRAINING - {"layers_pattern"}) | {"peft_type"}
+        plugin = cls(HFPeftConfig(type=str(raw.get("peft_type")), config={k: v for k, v in raw.items() if k not in of_training}))
+        plugin.as_peft = True
+        return plugin
 
     def apply(self, model: CausalLM) -> Adapters:
-        """Inject, then put every layer back in its place."""
-        import peft
-
+        """Make a layer of peft's for each linear layer that the options name, and put it inside."""
         options = self._options()
+        begins = not self.as_peft and not self.config.adapter
         files = names_in_files(model)
-        names = chosen(model, files, patterns(options.target_modules or ALL_LINEAR), patterns(getattr(options, "exclude_modules", None)))
-        if strangers := [files[name].name for name in names if not isinstance(model.get_submodule(name), nn.Linear)]:
-            raise UserError(f"peft.config: {strangers[0]} is no linear layer, which is all that is changed")
+        names = self._names(model, files, options)
+        dora = bool(getattr(options, "use_dora", False))
+        if begins and dora and (coded := [files[name].name for name in names if f"{name}.weight" in model.quantized]):
+            raise UserError(
+                f"peft.config: use_dora begins with the norms of a weight's rows, of which {coded[0]} keeps codes; leave it out"
+            )
         model.requires_grad_(False)
-        before = {name: model.get_submodule(name) for name in names}
-        injected = copy.copy(options)
-        injected.target_modules, injected.exclude_modules = set(names), None
-        buffers = {name for name, _ in model.named_buffers()}
-        kept_as = {name: weight.dtype for name in names if (weight := model.quantized.get(f"{name}.weight")) is not None}
-        for name, dtype in kept_as.items():
-            _put(model, name, _Dense(before[name], dtype))
-        try:
-            peft.inject_adapter_in_model(injected, model, _ADAPTER)
-        except (ValueError, TypeError, NotImplementedError, AttributeError) as error:
-            raise UserError(f"peft.type: {self.config.type}: {error}") from None
-        if more := {name for name, _ in model.named_buffers()} - buffers:
-            raise UserError(f"peft.type: {self.config.type} keeps what does not train ({sorted(more)[0]}), which has no place here")
         added: dict[str, Init] = {}
         tensors: dict[str, HFTensor] = {}
-        for name, layer in before.items():
-            changed = model.get_submodule(name)
-            _put(model, name, layer)
-            _put_inside(layer, changed, kept_as.get(name))
+        fixed: dict[str, Callable[[], Tensor]] = {}
+        norms: dict[str, str] = {}
+        for name in names:
+            layer = model.get_submodule(name)
             assert isinstance(layer, nn.Linear)
-            draw = partial(_drawn, options, layer.in_features, layer.out_features, layer.bias is not None)
-            for inner, parameter in changed.named_parameters():
-                if not parameter.requires_grad:
-                    raise UserError(f"peft.type: {self.config.type} adds {inner}, which does not train, and has no place here")
-                added[f"{name}.{_INSIDE}.{inner}"] = Init(values=partial(draw, inner))
-                tensors[f"{name}.{_INSIDE}.{inner}"] = HFTensor(f"{PREFIX}{files[name].name}.{_in_files(inner)}")
-        outside = [name for name, parameter in model.named_parameters() if parameter.requires_grad and name not in added]
-        if outside:
-            raise UserError(f"peft.type: {self.config.type} adds {outside[0]}, which is of no layer, and has no place here")
+            of = OfPeft(options, files[name].name, layer.in_features, layer.out_features, layer.bias is not None)
+            if begins:
+                _divides(of)
+            made, in_files = of.layer("meta")
+            for inner, in_file in in_files.items():
+                added[f"{name}.{INSIDE}.{inner}"] = Init(values=partial(of.drawn, inner))
+                tensors[f"{name}.{INSIDE}.{inner}"] = HFTensor(f"{PREFIX}{in_file}")
+                if dora and inner.startswith("lora_magnitude_vector."):
+                    norms[f"{name}.{INSIDE}.{inner}"] = f"{name}.weight"
+            kept = model.quantized.get(f"{name}.weight")
+            put_inside(layer, made, None if kept is None else kept.dtype)
+            fixed |= {f"{name}.{INSIDE}.{inner}": partial(of.fixed, inner) for inner, _ in made.named_buffers()}
         config = {k: sorted(v) if isinstance(v, set) else v for k, v in options.to_dict().items() if k not in OF_TRAINING}
-        config |= {
-            "task_type": "CAUSAL_LM",
-            "inference_mode": True,
-            "target_modules": sorted(patterns(options.target_modules or ALL_LINEAR)),
-        }
-        begun = begun_from(self.config.adapter, config, {"peft_type": ""})
-        return Adapters(added, tensors, config, {}, begun, "the peft library computes whole layers")
+        config |= {"task_type": "CAUSAL_LM", "inference_mode": True}
+        # By name, as a file's reader finds them whatever the patterns were.
+        config["target_modules"] = shortest([files[name].name for name in names], [of.name for of in files.values()])
+        config |= {key: None for key in ("exclude_modules", "layers_to_transform") if key in config}
+        if "fan_in_fan_out" in config:
+            config["fan_in_fan_out"] = any(files[name].transposed for name in names)
+        begun = begun_from(self.config.adapter, config, _shows(options, config))
+        return Adapters(added, tensors, config, {}, begun, "the peft library computes whole layers", norms, fixed=fixed)
+
+    def _names(self, model: CausalLM, files: Mapping[str, HFTensor], options: Any) -> list[str]:
+        """Of the layers that are changed, in the model.
+
+        Raises:
+            UserError: an option names nothing, or what cannot be changed.
+        """
+        left_out = patterns(getattr(options, "exclude_modules", None))
+        names = chosen(model, files, patterns(options.target_modules or ALL_LINEAR), left_out, self.as_peft)
+        if getattr(options, "layers_to_transform", None) is not None:
+            names = _of_blocks(names, files, options)
+        if strangers := [files[name].name for name in names if not isinstance(model.get_submodule(name), nn.Linear)]:
+            raise UserError(f"peft.config: {strangers[0]} is no linear layer, which is all that is changed")
+        if self.config.type not in _TRANSPOSED and (turned := [files[name].name for name in names if files[name].transposed]):
+            raise UserError(
+                f"peft.type: {self.config.type} changes no weights that files hold transposed, as they do {turned[0]}; use one of"
+                f" {', '.join(_TRANSPOSED)}"
+            )
+        for key, values in vars(options).items():
+            if not self.as_peft and key.endswith("_pattern") and isinstance(values, dict):
+                for pattern in values:
+                    if not any(by_pattern({pattern: True}, files[name].name, False) for name in names):
+                        raise UserError(f"peft.config: {key}: '{pattern}' names none of the layers that are changed")
+        return names
 
     def _options(self) -> Any:
         """peft's own configuration.
 
         Raises:
-            UserError: there is no such method, it has no such option, or it changes no layers.
+            UserError: there is no such method, it has no such option, or something cannot be honoured.
         """
         from peft import PromptLearningConfig
         from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 
         known = {str(kind.value): cls for kind, cls in PEFT_TYPE_TO_CONFIG_MAPPING.items() if not issubclass(cls, PromptLearningConfig)}
-        if self.config.type not in known:
-            raise UserError(
-                f"peft.type: '{self.config.type}' is no method of peft that changes layers (there are: {', '.join(sorted(known))})"
-            )
+        method, taken = self.config.type, ("LORA", *self.peft_types)
+        if method not in known:
+            raise UserError(f"peft.type: '{method}' is no method of peft that changes layers (there are: {', '.join(sorted(known))})")
+        if method not in taken:
+            because = REFUSED.get(method, "nobody has seen whether it computes the same here")
+            raise UserError(f"peft.type: {method} is not taken: {because} (there are: {', '.join(taken)})")
         given = {key: value for key, value in self.config.config.items() if value is not None}
         try:
-            return known[self.config.type](**given)
+            options = known[method](**given)
         except (TypeError, ValueError) as error:
             raise UserError(f"peft.config: {error}") from None
+        self._refuse(options)
+        return options
+
+    def _refuse(self, options: Any) -> None:
+        """What layers by themselves cannot honour.
+
+        Raises:
+            UserError: such an option is set.
+        """
+        method = self.config.type
+        if getattr(options, "modules_to_save", None):
+            raise UserError("peft.config: modules_to_save has no place here; use peft=lora with peft.whole")
+        if getattr(options, "bias", "none") != "none":
+            raise UserError("peft.config: bias has no place here, where biases of the base stay frozen; use peft=lora with peft.bias")
+        for key, because in _NOT_ALONE.get(method, {}).items():
+            if getattr(options, key):
+                raise UserError(f"peft.config: {key} of {method} has no place here: {because}")
+        if method != "LORA":
+            return
+        if options.init_lora_weights not in (*_LORA_BEGINNINGS, *(["eva"] if self.as_peft else [])):
+            raise UserError(
+                f"peft.config: init_lora_weights: {options.init_lora_weights} looks at the base's weights or changes them, which an"
+                f" adapter's file does not show; use one of {', '.join(map(str, _LORA_BEGINNINGS))}, or have peft convert such an adapter"
+                " (save_pretrained's path_initial_model_for_weight_conversion), and begin from that (peft=lora, peft.adapter)"
+            )
+        defaults = vars(type(options)())
+        for key, value in vars(options).items():
+            if key not in _LORA | _WHERE | OF_TRAINING and value not in (defaults[key], None, False) and value != {}:
+                raise UserError(f"peft.config: {key} of LORA needs more than the layers that it changes, and has no place here")
+        if options.use_dora and options.init_lora_weights is False and not self.as_peft and not self.config.adapter:
+            raise UserError(
+                "peft.config: init_lora_weights: False begins with a change, whose lengths of rows use_dora does not see; leave it"
+            )
 
 
-class PeftLinear(nn.Linear):
-    """A linear layer as a method of peft changes it."""
+def _of_blocks(names: Sequence[str], files: Mapping[str, HFTensor], options: Any) -> list[str]:
+    """Of the layers those of the blocks that ``layers_to_transform`` counts, by peft's own reading of names.
 
-    def forward(self, x_I: Tensor) -> Tensor:
-        """``[…, I]`` → ``[…, O]``."""
-        if adapters_are_off():
-            return super().forward(x_I)
-        out_O: Tensor = self._modules[_INSIDE](x_I)  # type: ignore[misc]
-        return out_O
-
-
-def _put(model: nn.Module, name: str, layer: nn.Module) -> None:
-    parent, _, last = name.rpartition(".")
-    setattr(model.get_submodule(parent), last, layer)
-
-
-class _Dense(nn.Linear):
-    """A layer of codes as peft's methods may look at it: its weight has the shape and the numbers that the codes stand for."""
-
-    def __init__(self, coded: Any, dtype: torch.dtype) -> None:
-        nn.Module.__init__(self)
-        self.in_features, self.out_features = coded.in_features, coded.out_features
-        self._coded, self._dtype = (coded,), dtype  # no submodule, as below
-
-    # Made anew each time, and kept by nobody.
-    weight = property(lambda self: self._coded[0].dense_weight(self._dtype))
-    bias = property(lambda self: self._coded[0].bias)
-
-    def forward(self, x_I: Tensor) -> Tensor:
-        """From the codes."""
-        out_O: Tensor = self._coded[0](x_I)
-        return out_O
-
-
-def _put_inside(layer: nn.Module, changed: nn.Module, quantized: torch.dtype | None) -> None:
-    """peft's layer into the one that it stands for.
-
-    Args:
-        quantized: dtype of the weight where the layer keeps codes of it.
+    Raises:
+        UserError: a number is no block's.
     """
-    plain = copy.copy(layer)  # the same parameters, and what is done to them: it has the dictionary that they are in
-    become(layer, PeftLinear, {})
-    del changed._modules["base_layer"]
-    # No submodule: its parameters have their names already.
-    changed.__dict__["base_layer"] = plain if quantized is None else _Dense(plain, quantized)
-    layer.add_module(_INSIDE, changed)
+    from peft.tuners.tuners_utils import check_target_module_exists
+
+    wanted = options.layers_to_transform
+    found: set[str] = set()
+    for number in [wanted] if isinstance(wanted, int) else wanted:
+        one = copy.deepcopy(options)
+        one.exclude_modules, one.layers_to_transform = None, [number]
+        of_block = set()
+        for name in names:
+            one.target_modules = {files[name].name.rpartition(".")[2]}  # an end: for whole names peft does not look at numbers
+            if check_target_module_exists(one, files[name].name):
+                of_block.add(name)
+        if not of_block:
+            raise UserError(f"peft.config: layers_to_transform: {number} is no block with layers that are changed")
+        found |= of_block
+    return [name for name in names if name in found]
 
 
-def _in_files(inner: str) -> str:
-    """Without the name that an adapter has inside peft."""
-    return ".".join(part for part in inner.split(".") if part != _ADAPTER)
+def _divides(of: OfPeft) -> None:
+    """Refuse sizes in whose place peft would take others.
+
+    Raises:
+        UserError: such a size; what would do.
+    """
+    for key in ("oft_block_size", "r") if of.options.peft_type.value == "OFT" else ():
+        size = getattr(of.options, key)
+        if size and of.inputs % size:
+            raise UserError(f"peft.config: {key}: {size} does not divide the {of.inputs} inputs of {of.name}; name others, or another size")
 
 
-def _drawn(options: Any, inputs: int, outputs: int, bias: bool, inner: str, seed: int, name: str) -> Tensor:
-    """As peft begins a parameter of such a layer."""
-    import peft
-
-    digest = hashlib.sha256(f"{seed}/{name.rpartition(_INSIDE)[0]}".encode()).digest()
-    alone = copy.copy(options)
-    alone.target_modules, alone.exclude_modules = {"layer"}, None
-    with torch.device("cpu"), torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(int.from_bytes(digest[:8], "little") >> 1)  # the host's alone
-        net = nn.ModuleDict({"layer": nn.utils.skip_init(nn.Linear, inputs, outputs, bias=bias)})
-        peft.inject_adapter_in_model(alone, net, _ADAPTER)
-    return net["layer"].get_parameter(inner).detach()
+def _shows(options: Any, config: Mapping[str, Any]) -> dict[str, Any]:
+    """What an adapter's tensors do not show, with peft's defaults: all but where they are, how they began and what is dropped."""
+    plain = type(options)()
+    defaults = {of.name: getattr(plain, of.name) for of in dataclasses.fields(plain)}
+    apart = {key for key in config if key in _WHERE or "init" in key or "dropout" in key or key in OF_TRAINING}
+    return {key: defaults.get(key) for key in config if key not in apart} | {"peft_type": ""}

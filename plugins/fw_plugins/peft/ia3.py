@@ -47,7 +47,9 @@ class Ia3(ChangedLayers):
         """As peft's ``IA3Config``."""
         refuse_unknown(raw, _READ - {"modules_to_save"})
         targets, exclude, forward = (patterns(raw.get(key)) for key in ("target_modules", "exclude_modules", "feedforward_modules"))
-        return cls(Ia3Config(targets=targets, exclude=exclude, feedforward=forward))
+        made = cls(Ia3Config(targets=targets, exclude=exclude, feedforward=forward))
+        made.as_peft = True
+        return made
 
     def change(self, module: nn.Linear, name: str) -> Iterator[Added]:
         """One vector."""

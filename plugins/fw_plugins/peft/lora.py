@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from torch import nn
 
-from fw.api import Adapters, CausalLM, HFTensor, Init, LowRank, PeftPlugin, UserError
+from fw.api import Adapters, CausalLM, HFTensor, Init, LowRank, PeftPlugin, UserError, plugin_class
 from fw_plugins.peft.changed import PREFIX, begun_from, cut_along, patterns, refuse_unknown
 from fw_plugins.peft.lora_layers import LoraLinear, add_to_embedding, add_to_linear
-from fw_plugins.peft.targets import ALL_LINEAR, by_pattern, chosen, matches, names_in_files, shortest
+from fw_plugins.peft.targets import ALL_LINEAR, by_pattern, chosen, matches, names_in_files, shortest, tied_heads
 
 _READ = {
     *("peft_type", "r", "lora_alpha", "use_rslora", "use_dora", "target_modules", "exclude_modules", "rank_pattern", "alpha_pattern"),
-    *("bias", "modules_to_save"),
+    *("bias", "modules_to_save", "ensure_weight_tying", "target_parameters"),
 }
 _BEGINNING = {
     *("lora_dropout", "init_lora_weights", "fan_in_fan_out", "loftq_config", "eva_config", "corda_config", "lora_ga_config"),
-    *("qalora_group_size", "ensure_weight_tying"),
+    "qalora_group_size",
 }
-"""Of training only, or said by the model."""
+"""Of training only, or said by the model. Ways to begin that alter the base are refused by who reads the file."""
+_OF_PEFT = ("lora_bias", "layers_to_transform")
+"""What is computed by peft's code: a bias of B, and layers by the numbers of their blocks."""
+_NAMED_TIED = {"embed_tokens", "lm_head"}
+"""By these names alone does peft know that a module is tied to another (``EMBEDDING_LAYER_NAMES`` there)."""
 _MUST_AGREE = {"peft_type": "", "r": 8, "lora_alpha": 8, "use_rslora": False, "use_dora": False, "rank_pattern": {}, "alpha_pattern": {}}
 """What the shapes of an adapter's tensors do not show, and what it means that nothing is said."""
 
@@ -53,7 +57,7 @@ class LoraConfig:
     """Which biases of the model train too: none, all of them, or those of the layers that have a change."""
     whole: list[str] = field(default_factory=list)
     """Modules that train whole besides, as `embed_tokens` and `lm_head` where a vocabulary was extended: peft's `modules_to_save`. Their
-    parameters, gradients and optimizer state are like those of full training."""
+    parameters, gradients and optimizer state are like those of full training. Where the head is the embedding, either name means both."""
     init: Literal["uniform", "normal"] = "uniform"
     """How A begins, B being zero: uniform within ±1/√in (peft's default), or normal with standard deviation 1/rank."""
     adapter: str = ""
@@ -78,30 +82,55 @@ class Lora(PeftPlugin):
     peft_types: ClassVar[tuple[str, ...]] = ("LORA",)
     magnitudes: ClassVar[bool] = False
     """Whether each changed row has a length of its own that trains."""
+    as_peft = False
+    """Whether the options are those of an adapter that is read, in which peft lets pass what names nothing."""
+    as_parameters: Sequence[str] = ()
+    """Of an adapter that is read, layers that peft names as parameters: there its patterns are of the weights' names."""
+    ties = False
+    """Of an adapter that is read, whether peft was to tie what it trained of a head that is the embedding."""
 
     @classmethod
     def from_peft(cls, raw: Mapping[str, Any]) -> PeftPlugin:
-        """What changes the result is read, what is of training only is not."""
+        """What changes the result is read, what is of training only is not. Some options are left to peft's own code."""
+        if any(raw.get(key) not in (None, False, []) for key in _OF_PEFT):
+            return plugin_class(PeftPlugin, "hf_peft").from_peft(raw)
         refuse_unknown(raw, _READ | _BEGINNING)
         targets, exclude = (raw.get(key) or [] for key in ("target_modules", "exclude_modules"))
         options = LoraConfig(
             rank=raw.get("r", 8),
             alpha=raw.get("lora_alpha", 8),
             rslora=raw.get("use_rslora", False),
-            targets=patterns(targets),
+            targets=[*patterns(targets), *(as_parameters := _of_parameters(raw.get("target_parameters") or []))],
             exclude=patterns(exclude),
             ranks=raw.get("rank_pattern") or {},
             alphas=raw.get("alpha_pattern") or {},
             bias=raw.get("bias", "none"),
             whole=list(raw.get("modules_to_save") or []),
         )
-        return (Dora if raw.get("use_dora") else Lora)(options)
+        made = (Dora if raw.get("use_dora") else Lora)(options)
+        made.as_peft, made.as_parameters = True, as_parameters
+        made.ties = bool(raw.get("ensure_weight_tying"))
+        return made
 
     def apply(self, model: CausalLM) -> Adapters:
         """A and B beside each weight that the options name."""
         c = self.config
         files = names_in_files(model)
-        names = chosen(model, files, c.targets, c.exclude)
+        names = chosen(model, files, c.targets, c.exclude, self.as_peft)
+        whole = self._trained_whole(model, files)
+        if self.as_peft:  # what trains whole is not changed besides, there
+            names = [name for name in names if name not in whole]
+        elif both := set(names) & set(whole):
+            first = files[min(both)].name
+            raise UserError(f"peft.whole: {first} trains whole, and peft.targets changes it besides; name it in one of them")
+        modules = _with_parameters(model)
+        heads = tied_heads(model)
+        tied = {head: of for head, of in heads.items() if of in {files[name].name for name in whole}}
+        if self.ties and (both := {files[name].name for name in names} & set(heads.values())):
+            raise UserError(
+                f"ensure_weight_tying: the change of {min(both)} is the head's, too, which is no layer of this model that could have one;"
+                " fw checkpoint merge puts it into the weights"
+            )
         plan = model.tensor_plan()
         model.requires_grad_(False)
         added: dict[str, Init] = {}
@@ -110,10 +139,12 @@ class Lora(PeftPlugin):
         used = {key: set[str]() for key in ("ranks", "alphas")}
         for name in names:
             in_file = files[name].name
+            called = model.hf_module_name(in_file)
+            told = f"{called}.weight" if any(matches(pattern, called) for pattern in self.as_parameters) else in_file
             for key, values in (("ranks", c.ranks), ("alphas", c.alphas)):
-                used[key] |= {pattern for pattern in values if by_pattern({pattern: True}, in_file, False)}
-            rank = by_pattern(c.ranks, in_file, c.rank)
-            scale = by_pattern(c.alphas, in_file, c.alpha) / (math.sqrt(rank) if c.rslora else rank)
+                used[key] |= {pattern for pattern in values if by_pattern({pattern: True}, told, False)}
+            rank = by_pattern(c.ranks, told, c.rank)
+            scale = by_pattern(c.alphas, told, c.alpha) / (math.sqrt(rank) if c.rslora else rank)
             module = model.get_submodule(name)
             for key, init, stored in self._add(module, rank, scale):
                 added[f"{name}.{key}"] = init
@@ -121,13 +152,17 @@ class Lora(PeftPlugin):
             if plan is not None and isinstance(module, nn.Linear):
                 split |= _split(name, plan.split)
         for key, values in (("ranks", c.ranks), ("alphas", c.alphas)):
-            if unused := values.keys() - used[key]:
+            if (unused := values.keys() - used[key]) and not self.as_peft:
                 raise UserError(f"peft.{key}: '{sorted(unused)[0]}' names none of the layers that are changed")
-        tensors |= self._whole(model, files) | self._biases(model, names)
-        config = self._described(model, files, names)
+        for name in whole:
+            tensors |= _unfrozen(model, [f"{name}.{p}" for p, _ in model.get_submodule(name).named_parameters(recurse=False)])
+        tensors |= self._biases(model, names)
+        config = self._described(files, names, whole, modules, tied) | self._beside_experts(model, [files[name].name for name in names])
+        must_agree = {**_MUST_AGREE, **({"ensure_weight_tying": False} if tied else {})}
         norms = {name: name.replace("lora_magnitude_vector", "weight") for name in added if name.endswith("lora_magnitude_vector")}
         because = "the norms of a layer's rows are of the whole layer" if norms else ""
-        return Adapters(added, tensors, config, split, begun_from(c.adapter, config, _MUST_AGREE), because, norms)
+        repeated = {f"{PREFIX}{head}.weight": f"{PREFIX}{of}.weight" for head, of in tied.items()}
+        return Adapters(added, tensors, config, split, begun_from(c.adapter, config, must_agree), because, norms, repeated=repeated)
 
     def low_rank(self, model: CausalLM) -> Mapping[str, LowRank] | None:
         """All but embeddings, lengths of rows, and what trains whole."""
@@ -154,17 +189,54 @@ class Lora(PeftPlugin):
         if self.magnitudes:
             yield "lora_magnitude_vector", Init(value=1.0), "lora_magnitude_vector"
 
-    def _whole(self, model: CausalLM, files: Mapping[str, HFTensor]) -> dict[str, HFTensor]:
-        found: dict[str, HFTensor] = {}
+    def _trained_whole(self, model: CausalLM, files: Mapping[str, HFTensor]) -> list[str]:
+        """Modules that ``whole`` means, by the model's names; a head that is the embedding means that."""
+        heads = tied_heads(model)
+        tied_in_peft = self.ties and any(name.rpartition(".")[2] in _NAMED_TIED for name in self.config.whole)
+        found: dict[str, None] = {}
         for pattern in self.config.whole:
-            modules = [name for name in files if matches(pattern, files[name].name)]
-            if not modules:
+
+            def means(name: str, pattern: str = pattern) -> bool:
+                return name.endswith(pattern) if self.as_peft else matches(pattern, name)
+
+            tied = {of for head, of in heads.items() if means(head)}
+            modules = [name for name, of in files.items() if means(of.name) or of.name in tied]
+            if not modules and not self.as_peft:
                 ends = dict.fromkeys(files[name].name.rpartition(".")[2] for name in files)
                 raise UserError(f"peft.whole: '{pattern}' is no module of this model with a weight (there are: {', '.join(ends)})")
             for module in modules:
-                if any(name.startswith("lora_") for name, _ in model.get_submodule(module).named_parameters(recurse=False)):
-                    raise UserError(f"peft.whole: '{pattern}' trains whole, and peft.targets changes it besides; name it in one of them")
-                found |= _unfrozen(model, [f"{module}.{p}" for p, _ in model.get_submodule(module).named_parameters(recurse=False)])
+                if self.as_peft and not tied_in_peft and files[module].name in heads.values():
+                    raise UserError(
+                        f"modules_to_save: {pattern} is both embedding and head of this model, which peft trains apart unless"
+                        f" ensure_weight_tying is true and {' or '.join(sorted(_NAMED_TIED))} is named; fw checkpoint merge makes a model"
+                        " in which they are two"
+                    )
+            found |= dict.fromkeys(modules)
+        return list(found)
+
+    def _beside_experts(self, model: CausalLM, changed: Sequence[str]) -> dict[str, Any]:
+        """Of a mixture of experts, what ``adapter_config.json`` says of changed layers that peft would take for experts by their last
+        names: routers, and layers of blocks without experts, named as parameters. Of these peft knows no dropout, not even to read them.
+
+        Args:
+            changed: in files.
+        """
+        experts = [of.name.removesuffix(".weight") for name in model.base() for of in model.hf_tensors(name) if of.index is not None]
+        places, ends = {name.partition(".experts.")[0] for name in experts}, {name.rpartition(".")[2] for name in experts}
+        apart = {name for name in changed if name.rpartition(".")[0] in places or name.rpartition(".")[2] in ends}
+        if not apart:
+            return {}
+        layers = [of.name for of in names_in_files(model).values()]
+        told = shortest([model.hf_module_name(name) for name in apart], [model.hf_module_name(name) for name in layers])
+        found: dict[str, Any] = {
+            "target_modules": shortest([name for name in changed if name not in apart], layers),
+            "target_parameters": [f"{name}.weight" for name in told],
+            "lora_dropout": 0.0,
+        }
+        for key, values in (("rank_pattern", self.config.ranks), ("alpha_pattern", self.config.alphas)):
+            of_weights = {rf"({pattern})\.weight": value for pattern, value in values.items()}
+            used = [pattern for pattern in of_weights if any(by_pattern({pattern: True}, f"{name}.weight", False) for name in apart)]
+            found[key] = {**values, **{pattern: of_weights[pattern] for pattern in used}}
         return found
 
     def _biases(self, model: CausalLM, changed: Sequence[str]) -> dict[str, HFTensor]:
@@ -174,17 +246,30 @@ class Lora(PeftPlugin):
         wrapped = {f"{name}.bias" for name in changed}
         if self.config.bias == "lora_only":
             biases = [name for name in biases if name in wrapped]
-        if not biases:
+        if not biases and not self.as_peft:
             raise UserError(f"peft.bias: {self.config.bias}, but no such layer of this model has a bias; use none")
         return {
             name: HFTensor(tensor.name.removesuffix("bias") + "base_layer.bias") if name in wrapped else tensor
             for name, tensor in _unfrozen(model, biases).items()
         }
 
-    def _described(self, model: CausalLM, files: Mapping[str, HFTensor], names: Sequence[str]) -> dict[str, Any]:
-        """``adapter_config.json``."""
+    def _described(
+        self,
+        files: Mapping[str, HFTensor],
+        names: Sequence[str],
+        trained_whole: Sequence[str],
+        modules: Iterable[str],
+        tied: Iterable[str],
+    ) -> dict[str, Any]:
+        """``adapter_config.json``.
+
+        Args:
+            names, trained_whole: in the model, of layers that are changed, and of modules that train whole.
+            modules: in files, of all that have parameters.
+            tied: of these, heads that are an embedding which trains whole.
+        """
         c = self.config
-        whole = [files[name].name for name in files if any(matches(pattern, files[name].name) for pattern in c.whole)]
+        whole = [files[name].name for name in trained_whole]
         return {
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM",
@@ -198,7 +283,8 @@ class Lora(PeftPlugin):
             "rank_pattern": dict(c.ranks),
             "alpha_pattern": dict(c.alphas),
             "bias": c.bias,
-            "modules_to_save": sorted({name.rpartition(".")[2] for name in whole}) or None,
+            "modules_to_save": sorted({*_ends(whole, modules), *tied}) or None,
+            **({"ensure_weight_tying": True} if tied else {}),
             "fan_in_fan_out": any(files[name].transposed for name in names),
             "init_lora_weights": True if c.init == "uniform" else "gaussian",
         }
@@ -211,10 +297,37 @@ class Dora(Lora):
     peft_types = ()
 
 
+def _of_parameters(names: Sequence[str]) -> list[str]:
+    """The layers whose weights they are.
+
+    Raises:
+        UserError: a parameter is no layer's weight.
+    """
+    if others := [name for name in names if not name.endswith(".weight")]:
+        raise UserError(
+            f"target_parameters: {', '.join(sorted(others))} are stacked experts, whose changes are not computed here; have peft merge them"
+            " (merge_and_unload), and take the model that this makes"
+        )
+    return [name.removesuffix(".weight") for name in names]
+
+
 def _split(name: str, plan: Mapping[str, int]) -> dict[str, int]:
     """What follows from how a weight is cut: its rows are B's, its columns A's."""
     dim = cut_along(name, plan)
     return {} if dim is None else {f"{name}.lora_B": 0} if dim == 0 else {f"{name}.lora_A": 1}
+
+
+def _with_parameters(model: CausalLM) -> set[str]:
+    """Names in files of all modules that have parameters of their own."""
+    return {tensor.name.rpartition(".")[0] for name in model.base() for tensor in model.hf_tensors(name)}
+
+
+def _ends(names: Iterable[str], others: Iterable[str]) -> set[str]:
+    """Module names as ``modules_to_save`` lists them, which means whatever ends so, be it in the middle of a word: their last parts
+    where these are no end of another's name."""
+    names = set(names)
+    ends = {name: name.rpartition(".")[2] for name in names}
+    return {name if any(other.endswith(end) for other in set(others) - names) else end for name, end in ends.items()}
 
 
 def _unfrozen(model: CausalLM, names: Sequence[str]) -> dict[str, HFTensor]:

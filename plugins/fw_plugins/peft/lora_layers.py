@@ -48,7 +48,7 @@ class DoraLinear(LoraLinear):
             return out_O
         kept_I = F.dropout(x_I, self.lora_dropout, self.training)
         if kept_I is not x_I:
-            plain_O = F.linear(kept_I, self.weight)
+            plain_O = F.linear(kept_I, self._dense(self.weight.dtype if self._is_plain else kept_I.dtype))
         elif self.bias is not None:
             plain_O = out_O - self.bias.to(out_O.dtype)
         else:
@@ -61,8 +61,17 @@ class DoraLinear(LoraLinear):
     def _row_norms(self) -> Tensor:
         with torch.autocast(self.weight.device.type, enabled=False):
             dtype = self.lora_magnitude_vector.dtype
-            changed_OI = torch.addmm(self.weight.to(dtype), self.lora_B, self.lora_A, alpha=self.lora_scale)
+            changed_OI = torch.addmm(self._dense(dtype), self.lora_B, self.lora_A, alpha=self.lora_scale)
             return torch.linalg.vector_norm(changed_OI, dim=1)
+
+    @property
+    def _is_plain(self) -> bool:
+        """Whether the weight is one, and not the codes of one."""
+        return not hasattr(self, "dense_weight")
+
+    def _dense(self, dtype: torch.dtype) -> Tensor:
+        made: Tensor = self.weight.to(dtype) if self._is_plain else self.dense_weight(dtype)  # type: ignore[operator]
+        return made
 
 
 class LoraEmbedding(nn.Embedding):
