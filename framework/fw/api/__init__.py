@@ -120,6 +120,7 @@ if TYPE_CHECKING:
     from fw.planned import (
         capability_of as capability_of,
         gpu_capability as gpu_capability,
+        is_gpu as is_gpu,
         on_gpu as on_gpu,
         planned_gpu as planned_gpu,
         update_alone as update_alone,
@@ -168,7 +169,7 @@ _NAMES = {
     "fw.launching.cores": "usable_cores",
     "fw.locate": "ADAPTER_CONFIG find",
     "fw.meter.operator_flops": "operator_flops",
-    "fw.planned": "capability_of gpu_capability on_gpu planned_gpu update_alone",
+    "fw.planned": "capability_of gpu_capability is_gpu on_gpu planned_gpu update_alone",
     "fw.meter.transfers": "FROM_DISK TO_DISK disk_transfer",
     "fw.place": "Place",
     "fw.pretrained": "plugin_for read_config",

@@ -1,9 +1,22 @@
-"""fw's own kernels, and whether they are there: of attention to blocks of keys and values, of products with codes, and elementwise ones;
-and copies beside what computes."""
+"""fw's own kernels, and whether they are there: of attention, losses, products with codes, and elementwise ones, with gradients or for
+generation; and copies beside what computes."""
 
-from fw.kernels import elementwise, gpu
+from fw.kernels import causal, differentiable, elementwise, gpu, loss
 from fw.kernels.attention import Rows, attend_blocks, available, keep
 from fw.kernels.copies import Copy, Lane
 from fw.kernels.grouped import GroupedCodes
 
-__all__ = ["Copy", "GroupedCodes", "Lane", "Rows", "attend_blocks", "available", "elementwise", "gpu", "keep"]
+__all__ = [
+    "Copy",
+    "GroupedCodes",
+    "Lane",
+    "Rows",
+    "attend_blocks",
+    "available",
+    "causal",
+    "differentiable",
+    "elementwise",
+    "gpu",
+    "keep",
+    "loss",
+]

@@ -8,7 +8,7 @@ from functools import partial
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fw.api.kernels import elementwise
+from fw.api.kernels import differentiable, elementwise
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -32,9 +32,11 @@ class GatedMLP(nn.Module):
 
     def forward(self, x_BLD: Tensor) -> Tensor:
         """``[B, L, D]`` → ``[B, L, D]``."""
-        if self.activation is F.silu and elementwise.applies(x_BLD):
-            gate, up = self.gate_proj(x_BLD), self.up_proj(x_BLD)
-            at_once = elementwise.silu_mul(gate, up)
-            return self.down_proj(F.silu(gate) * up if at_once is None else at_once)
+        if self.activation is F.silu:
+            for kernels in (differentiable, elementwise):
+                if kernels.applies(x_BLD):
+                    gate, up = self.gate_proj(x_BLD), self.up_proj(x_BLD)
+                    at_once = kernels.silu_mul(gate, up)
+                    return self.down_proj(F.silu(gate) * up if at_once is None else at_once)
         # Nothing holds what the gate was: without gradients it is gone before the next product begins.
         return self.down_proj(self.activation(self.gate_proj(x_BLD)) * self.up_proj(x_BLD))

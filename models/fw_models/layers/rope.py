@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fw.api import UserError
-from fw.api.kernels import elementwise
+from fw.api.kernels import differentiable, elementwise
 
 Angles = tuple[Tensor, Tensor]
 """Cosines and sines, ``[B, 1, L, H]``."""
@@ -163,8 +163,9 @@ def _yarn_attention_factor(scaling: RopeScaling) -> float:
 def rotate(x_BNLH: Tensor, angles: Angles) -> Tensor:
     """Rotate the pairs ``(x_i, x_{i+H/2})``; computed in the dtype of ``x``."""
     cos_B1LH, sin_B1LH = angles
-    if (at_once := elementwise.rotate(x_BNLH, cos_B1LH, sin_B1LH)) is not None:
-        return at_once
+    for kernels in (differentiable, elementwise):
+        if (at_once := kernels.rotate(x_BNLH, cos_B1LH, sin_B1LH)) is not None:
+            return at_once
     first, second = x_BNLH.chunk(2, dim=-1)
     turned_BNLH = torch.cat((-second, first), dim=-1)
     return x_BNLH * cos_B1LH.to(x_BNLH.dtype) + turned_BNLH * sin_B1LH.to(x_BNLH.dtype)

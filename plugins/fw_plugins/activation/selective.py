@@ -22,11 +22,13 @@ _ATTENTION = (
     "_flash_attention_forward",
     "_efficient_attention_forward",
 )
+_OWN = "fw.causal_attention"
+"""Of the CPU."""
 _FLASH_ATTN = ("_flash_attn_forward", "_flash_attn_varlen_forward")
 """The package's, which need not be there."""
 GROUPS = {
     "matmul": frozenset(f"aten.{op}" for op in _MATMUL),
-    "attention": frozenset((*(f"aten.{op}" for op in _ATTENTION), *(f"flash_attn.{op}" for op in _FLASH_ATTN))),
+    "attention": frozenset((*(f"aten.{op}" for op in _ATTENTION), *(f"flash_attn.{op}" for op in _FLASH_ATTN), _OWN)),
 }
 
 

@@ -9,7 +9,7 @@ from typing import ClassVar
 from torch import Tensor, nn
 
 from fw.api import IGNORED, Conflicts, Head, ObjectivePlugin, UserError
-from fw_plugins.objective.chunked_loss import TokenLoss
+from fw_plugins.objective.chunked_loss import TokenLoss, at_once
 
 
 @dataclass
@@ -54,8 +54,9 @@ class CausalLMObjective(ObjectivePlugin):
         token_loss = TokenLoss(c.z_loss, c.label_smoothing) if model.training else TokenLoss()
 
         def readout(x_BLD: Tensor, head: Head, auxiliary: Tensor | None) -> Tensor:
-            if 0 < c.chunk_tokens < len(labels_T):
-                loss = token_loss.chunked(x_BLD.flatten(0, 1), head, labels_T, c.chunk_tokens)
+            x_TD, tokens = x_BLD.flatten(0, 1), c.chunk_tokens or len(labels_T)
+            if tokens < len(labels_T) or at_once(x_TD, head):
+                loss = token_loss.chunked(x_TD, head, labels_T, tokens)
             else:
                 loss = token_loss.of_logits(head(x_BLD).flatten(0, 1).float(), labels_T)
             if auxiliary is not None:

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from fw.api import IGNORED, Head, LinearHead
+from fw.api.kernels import loss as kernels
 
 _ROWS_AT_A_TIME = 4096
 """Of the weight's gradient, where it is summed in another dtype than the products have."""
@@ -71,6 +72,13 @@ class TokenLoss:
         return repeated
 
 
+def at_once(x_TD: Tensor, head: Head) -> bool:
+    """Whether loss and gradients together take less time and memory than one after the other even for all tokens."""
+    device = x_TD.device.type
+    dtype = torch.get_autocast_dtype(device) if device != "meta" and torch.is_autocast_enabled(device) else x_TD.dtype
+    return isinstance(head, LinearHead) and kernels.takes(dtype, x_TD, head.weight_VD)
+
+
 class _Chunked(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -87,7 +95,7 @@ class _Chunked(torch.autograd.Function):
             for first in range(0, len(x_TD), tokens):
                 rows = slice(first, first + tokens)
                 x_cD, labels_c = x_TD[rows].detach().to(dtype), labels_T[rows]
-                loss, grad_cV = _chunk(F.linear(x_cD, product_VD).float(), labels_c, token_loss, softcap, wants_x or wants_weight)
+                loss, grad_cV = _chunk(F.linear(x_cD, product_VD), labels_c, token_loss, softcap, wants_x or wants_weight)
                 total += loss
                 if grad_cV is not None:
                     grad_cV = grad_cV.to(dtype)
@@ -114,7 +122,19 @@ def scaled(ctx: Any, grad: Tensor) -> Iterator[Tensor | None]:
 def _chunk(
     z_cV: Tensor, labels_c: Tensor, token_loss: TokenLoss, softcap: float | None, with_gradient: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """The loss of a chunk, and its gradient by the product's result ``z_cV``, in whose memory it is computed."""
+    """The loss of a chunk, and its gradient by the product's result ``z_cV``, in whose memory it is computed where that is fp32."""
+    if kernels.takes(z_cV.dtype, z_cV):
+        losses_c = kernels.token_losses(
+            z_cV,
+            labels_c,
+            ignored=IGNORED,
+            softcap=softcap,
+            smoothing=token_loss.smoothing,
+            z_loss=token_loss.z_loss,
+            gradient=with_gradient,
+        )
+        return losses_c.sum(), z_cV if with_gradient else None
+    z_cV = z_cV.float()
     slope_cV = None
     if softcap is not None:
         slope_cV = z_cV.div_(softcap).tanh_()

@@ -1,0 +1,18 @@
+"""Which tensors operators of the CPU's kernels take."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from fw.planned import planned_gpu
+
+DTYPES = (torch.bfloat16, torch.float32)
+_PLAIN = (Tensor, nn.Parameter, FakeTensor)
+
+
+def of_cpu(*tensors: Tensor) -> bool:
+    """Whether these are plain numbers in a CPU's memory, or stand for such in a plan: no parts of a DTensor, and no memory that cannot be
+    read at an address."""
+    return planned_gpu() is None and all(type(x) in _PLAIN and x.is_cpu for x in tensors)

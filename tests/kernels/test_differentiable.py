@@ -1,0 +1,152 @@
+"""Norms, rotation, gates and losses with gradients against the same in float64 and plain operators."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from fw.kernels import differentiable, loss
+from fw.meter.allocations import allocations
+from fw_models.layers import GatedMLP, RMSNorm
+
+CPU = torch.device("cpu")
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+pytestmark = pytest.mark.skipif(not differentiable._NORM.available, reason="no C++ compiler")
+
+
+@pytest.fixture
+def draw():
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(*shape, dtype=torch.float32, scale=1.0):
+        return (scale * torch.randn(shape, generator=generator)).to(dtype)
+
+    return drawn
+
+
+def exact(x):
+    return x.detach().double().requires_grad_()
+
+
+def assert_close(found, expected, dtype):
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a.double(), b.double(), rtol=0, atol=(2e-5 if dtype == torch.float32 else 1e-2) * b.abs().max().item())
+
+
+@pytest.mark.parametrize("size", [48, 512, 40_000])
+@pytest.mark.parametrize("shifted", [False, True])
+@pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16], ids=["fp32 weight", "bf16 weight"])
+@DTYPES
+def test_norm(dtype, weight_dtype, shifted, size, draw):
+    x, weight, grad = draw(3, 37, size, dtype=dtype), draw(size, dtype=weight_dtype), draw(3, 37, size, dtype=dtype)
+    x.requires_grad_(), weight.requires_grad_()
+    y = differentiable.rms_norm(x, weight, 1e-5, shifted=shifted)
+    y.backward(grad)
+    x64, weight64 = exact(x), exact(weight)
+    y64 = x64 * torch.rsqrt(x64.square().mean(-1, keepdim=True) + 1e-5) * (weight64 + (1 if shifted else 0))
+    y64.backward(grad.double())
+    assert y.dtype == dtype and weight.grad.dtype == weight_dtype
+    assert_close([y, x.grad, weight.grad], [y64, x64.grad, weight64.grad], max(dtype, weight_dtype, key=lambda each: -each.itemsize))
+
+
+def test_norm_is_in_autocasts_dtype_and_takes_its_gradients(draw):
+    norm = RMSNorm(64, 1e-5)
+    x = draw(2, 5, 64).requires_grad_()
+    torch.nn.init.ones_(norm.weight)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = norm(x)
+    assert y.dtype == torch.bfloat16
+    y.sum().backward()
+    assert x.grad.dtype == norm.weight.grad.dtype == torch.float32
+    with torch.autocast("cpu", dtype=torch.float16):
+        assert differentiable.rms_norm(x, norm.weight, 1e-5) is None
+        assert norm(x).dtype == torch.float32
+
+
+@pytest.mark.parametrize("rows", [1, 2], ids=["one row of angles", "angles of each row"])
+@DTYPES
+def test_rotation(dtype, rows, draw):
+    x, grad, angles = draw(2, 19, 3, 64, dtype=dtype).requires_grad_(), draw(2, 3, 19, 64, dtype=dtype), draw(rows, 1, 19, 64)
+    y = differentiable.rotate(x.transpose(1, 2), angles.cos(), angles.sin())
+    y.backward(grad)
+    x64 = exact(x)
+    first, second = x64.transpose(1, 2).chunk(2, -1)
+    y64 = x64.transpose(1, 2) * angles.double().cos() + torch.cat((-second, first), -1) * angles.double().sin()
+    y64.backward(grad.double())
+    assert_close([y, x.grad], [y64, x64.grad], dtype)
+
+
+@DTYPES
+def test_gate(dtype, draw):
+    gate, up, grad = (draw(5, 7, 48, dtype=dtype, scale=3.0) for _ in range(3))
+    gate.requires_grad_(), up.requires_grad_()
+    y = differentiable.silu_mul(gate, up)
+    y.backward(grad)
+    gate64, up64 = exact(gate), exact(up)
+    y64 = F.silu(gate64) * up64
+    y64.backward(grad.double())
+    assert_close([y, gate.grad, up.grad], [y64, gate64.grad, up64.grad], dtype)
+
+
+@pytest.mark.parametrize(("smoothing", "z_loss"), [(0.0, 0.0), (0.1, 0.01)])
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize("size", [50, 1000, 16])
+@DTYPES
+def test_loss(dtype, size, softcap, smoothing, z_loss, draw):
+    z, labels = draw(33, size, dtype=dtype, scale=4.0), torch.randint(0, size, (33,), generator=torch.Generator().manual_seed(0))
+    labels[2] = -100
+    z64 = exact(z)
+    capped = z64 if softcap is None else softcap * torch.tanh(z64 / softcap)
+    lse = capped.logsumexp(-1)
+    chosen = capped.gather(1, labels.clamp(min=0)[:, None])[:, 0]
+    expected = (lse - (1 - smoothing) * chosen - smoothing * capped.mean(-1) + z_loss * lse.square()) * (labels != -100)
+    expected.sum().backward()
+    how = {"ignored": -100, "softcap": softcap, "smoothing": smoothing, "z_loss": z_loss}
+    before = z.clone()
+    alone = loss.token_losses(z, labels, gradient=False, **how)
+    assert torch.equal(z, before)
+    losses = loss.token_losses(z, labels, gradient=True, **how)
+    assert torch.equal(alone, losses) and losses[2] == 0 and not z[2].any()
+    torch.testing.assert_close(losses.double(), expected.detach(), rtol=1e-5, atol=1e-5)
+    assert_close([z], [z64.grad], dtype)
+
+
+def test_a_loss_of_what_is_not_a_number_is_none(draw):
+    z = draw(3, 40)
+    z[1, 5] = float("nan")
+    losses = loss.token_losses(z, torch.tensor([0, 1, 2]), ignored=-100, softcap=None, smoothing=0.0, z_loss=0.0, gradient=True)
+    assert losses.isnan().tolist() == [False, True, False]
+
+
+def test_a_plan_knows_what_comes_back_and_what_is_kept(draw):
+    """The same steps on fake tensors take as many bytes, to the byte."""
+    mlp, norm = GatedMLP(64, 96), RMSNorm(64, 1e-5)
+    x = draw(4, 32, 64).requires_grad_()
+
+    def step(x):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = mlp(norm(x))
+        y.sum().backward()
+        return y, x.grad
+
+    with allocations(CPU) as found:
+        real = step(x)
+    kept = 4 * 32 * (64 * 2 + 3 * 96 * 2 + 4)  # the norm's result and its scales, gate, up and their product
+    assert found.peak_bytes < 3 * kept
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fake = mode.from_tensor(x.detach()).requires_grad_()
+        planned = step(fake)
+    for a, b in zip(planned, real, strict=True):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+
+
+def test_compiled_blocks_and_generation_do_without(draw):
+    x, weight = draw(2, 64), draw(64)
+    with torch.inference_mode():
+        assert differentiable.rms_norm(x, weight, 1e-5) is None
+    assert differentiable.rms_norm(x[:, ::2], weight[::2], 1e-5) is None
+    assert differentiable.rms_norm(x.double(), weight.double(), 1e-5) is None
+    assert differentiable.rms_norm(x.to("meta"), weight.to("meta"), 1e-5) is None
+    assert torch.compile(lambda x: differentiable.rms_norm(x, weight, 1e-5) is None, backend="eager")(x)
