@@ -12,6 +12,7 @@ import yaml
 
 from conftest import fw
 from fw.errors import UserError
+from fw.kernels import causal, differentiable, loss
 from fw.meter.account import Block, History, Rules
 from fw.meter.devices import DEVICES, MIB, find
 from fw.meter.document import COMPONENTS
@@ -45,8 +46,13 @@ def test_one_rank_has_a_communicator_too(workspace: Path, sharding: str) -> None
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_where_no_rule_is_about_it_tensors_take_what_they_do_on_the_cpu(workspace: Path, precision: str) -> None:
-    """But cuBLAS' workspaces, and what is in host memory: the state of a generator, and the batch read ahead (tokens and labels)."""
+def test_where_no_rule_is_about_it_tensors_take_what_they_do_on_the_cpu(
+    workspace: Path, precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But cuBLAS' workspaces, and what is in host memory: the state of a generator, and the batch read ahead (tokens and labels). The CPU's
+    own kernels are for the CPU alone."""
+    for kernels in (causal, differentiable, loss):
+        monkeypatch.setattr(kernels, "of_cpu", lambda *tensors: False)
     overrides = [*SYNTHETIC, "attention=eager", f"precision={precision}"]
     gpu, cpu = (plan("tiny.yaml", *overrides, device=device).largest for device in ("h200", "cpu"))
     on_host = torch.get_rng_state().numel() + 2 * 8 * 64 * 8
