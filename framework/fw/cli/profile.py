@@ -6,6 +6,7 @@ import argparse
 import json
 
 from fw.cli import pictures, stdout
+from fw.cli.waiting import wait_asleep
 
 EXAMPLES = """examples:
   fw profile configs/quickstart.yaml
@@ -28,6 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run the steps and print."""
+    wait_asleep()
     from fw.planning.ask import profile
 
     pictures.check(options)

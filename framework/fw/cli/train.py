@@ -11,6 +11,7 @@ import json
 import os
 
 from fw.cli import stdout
+from fw.cli.waiting import wait_asleep
 from fw.errors import EXIT_FAILED
 
 EXAMPLES = """examples:
@@ -30,6 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Train; returns the run's exit code."""
+    wait_asleep()
     from fw.planning.run import train
 
     if not options.json:

@@ -91,7 +91,7 @@ class _Chunked(torch.autograd.Function):
             product_VD = weight_VD.detach().to(dtype)
             total = torch.zeros((), device=x_TD.device)
             grad_x_TD = torch.empty_like(x_TD) if wants_x else None
-            grad_weight_VD = torch.zeros_like(weight_VD, dtype=torch.float32) if wants_weight else None
+            grad_weight_VD = torch.empty_like(weight_VD, dtype=torch.float32) if wants_weight else None
             for first in range(0, len(x_TD), tokens):
                 rows = slice(first, first + tokens)
                 x_cD, labels_c = x_TD[rows].detach().to(dtype), labels_T[rows]
@@ -102,7 +102,7 @@ class _Chunked(torch.autograd.Function):
                     if grad_x_TD is not None:
                         grad_x_TD[rows] = grad_cV @ product_VD
                     if grad_weight_VD is not None:
-                        add_product(grad_weight_VD, grad_cV, x_cD)
+                        add_product(grad_weight_VD, grad_cV, x_cD, to_nothing=first == 0)
                     del grad_cV  # before the next chunk's logits
         ctx.gradients = grad_x_TD, None if grad_weight_VD is None else grad_weight_VD.to(weight_VD.dtype)
         return total
@@ -162,10 +162,19 @@ def _chunk(
     return loss, grad_cV
 
 
-def add_product(sum_VD: Tensor, grad_cV: Tensor, x_cD: Tensor) -> None:
-    """``sum += gradᵀ x``, in fp32 whatever the factors are; no second copy of the sum."""
+def add_product(sum_VD: Tensor, grad_cV: Tensor, x_cD: Tensor, *, to_nothing: bool) -> None:
+    """``sum += gradᵀ x``, in fp32 whatever the factors are; no second copy of the sum.
+
+    Args:
+        to_nothing: the sum is this product; what it holds before does not matter.
+    """
     if grad_cV.dtype == sum_VD.dtype:
-        sum_VD.addmm_(grad_cV.t(), x_cD)
+        sum_VD.addmm_(grad_cV.t(), x_cD, beta=0 if to_nothing else 1)
         return
-    for rows in range(0, len(sum_VD), _ROWS_AT_A_TIME):
-        sum_VD[rows : rows + _ROWS_AT_A_TIME] += grad_cV[:, rows : rows + _ROWS_AT_A_TIME].t() @ x_cD
+    for begin in range(0, len(sum_VD), _ROWS_AT_A_TIME):
+        rows = slice(begin, begin + _ROWS_AT_A_TIME)
+        product_rD = grad_cV[:, rows].t() @ x_cD
+        if to_nothing:
+            sum_VD[rows] = product_rD
+        else:
+            sum_VD[rows] += product_rD

@@ -332,7 +332,7 @@ class _Chunked(torch.autograd.Function):
         product_VD = weight_VD.detach().to(dtype)
         sums = torch.zeros(2, device=x_TD.device)
         grad_x_TD = torch.empty_like(x_TD) if wants_x else None
-        grad_weight_VD = torch.zeros_like(weight_VD, dtype=torch.float32) if wants_weight else None
+        grad_weight_VD = torch.empty_like(weight_VD, dtype=torch.float32) if wants_weight else None
         for first in range(0, len(x_TD), tokens):
             rows = slice(first, first + tokens)
             teacher_cV = teach(rows)
@@ -345,7 +345,7 @@ class _Chunked(torch.autograd.Function):
                 if grad_x_TD is not None:
                     grad_x_TD[rows] = grad_cV @ product_VD
                 if grad_weight_VD is not None:
-                    add_product(grad_weight_VD, grad_cV, x_cD)
+                    add_product(grad_weight_VD, grad_cV, x_cD, to_nothing=first == 0)
                 del grad_cV  # before the next chunk's logits
         ctx.gradients = grad_x_TD, None if grad_weight_VD is None else grad_weight_VD.to(weight_VD.dtype)
         kl, entropy = sums.unbind()

@@ -1,0 +1,14 @@
+"""How torch's threads wait for their next piece of work."""
+
+from __future__ import annotations
+
+import os
+
+
+def wait_asleep() -> None:
+    """Let them sleep between pieces, unless the environment says how. To be called before torch is imported, which reads it then.
+
+    By default they look out for work for milliseconds, on processors that kernels of fw's own, and other processes, could use meanwhile:
+    a step of training takes 7 % longer so on two cores (docs/performance.md).
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
