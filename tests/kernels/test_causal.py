@@ -25,6 +25,7 @@ PATTERNS = {
     "order": {},
     "capped": {"softcap": 3.0},
     "window": {"window": 17},
+    "window of tiles": {"window": 128},
     "documents": {"documents": True},
     "all": {"softcap": 2.0, "window": 70, "documents": True},
 }
@@ -80,6 +81,13 @@ def test_documents_learn_nothing_of_one_another(dtype):
     causal.attend(*given, scale=0.2, segments_BL=documents).backward(grad)
     for x in given:
         assert not x.grad[:, :, :70].any() and x.grad[:, :, 70:].any()
+
+
+def test_documents_may_be_those_of_all_rows_and_of_any_integers():
+    given, documents, _ = drawn((2, 2, 1, 90, 32), torch.float32)
+    of_both = documents[:1].expand(2, -1)
+    expected = causal.attend(*given, scale=0.2, segments_BL=of_both)
+    assert torch.equal(causal.attend(*given, scale=0.2, segments_BL=documents[:1].int()), expected)
 
 
 def test_results_are_the_same_bits_however_many_threads_there_are():

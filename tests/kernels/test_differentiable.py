@@ -12,6 +12,7 @@ from fw.meter.allocations import allocations
 from fw_models.layers import GatedMLP, RMSNorm
 
 CPU = torch.device("cpu")
+PLAIN = {"ignored": -100, "softcap": None, "smoothing": 0.0, "z_loss": 0.0}
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 pytestmark = pytest.mark.skipif(not differentiable._NORM.available, reason="no C++ compiler")
 
@@ -113,10 +114,20 @@ def test_loss(dtype, size, softcap, smoothing, z_loss, draw):
     assert_close([z], [z64.grad], dtype)
 
 
+@pytest.mark.parametrize("label", [40, -1, 1 << 40])
+def test_a_label_of_no_token_is_refused_as_torch_does(label, draw):
+    z, labels = draw(3, 40), torch.tensor([0, label, 2])
+    for refused in (lambda: F.cross_entropy(z, labels), lambda: loss.token_losses(z, labels, gradient=True, **PLAIN)):
+        with pytest.raises(IndexError, match=str(label)):
+            refused()
+    with pytest.raises(ValueError, match="int64"):
+        loss.token_losses(z, labels.clamp(0, 39).int(), gradient=True, **PLAIN)
+
+
 def test_a_loss_of_what_is_not_a_number_is_none(draw):
     z = draw(3, 40)
     z[1, 5] = float("nan")
-    losses = loss.token_losses(z, torch.tensor([0, 1, 2]), ignored=-100, softcap=None, smoothing=0.0, z_loss=0.0, gradient=True)
+    losses = loss.token_losses(z, torch.tensor([0, 1, 2]), gradient=True, **PLAIN)
     assert losses.isnan().tolist() == [False, True, False]
 
 

@@ -52,6 +52,7 @@ CASES = {
     "optimizer in files": ["offload={optimizer: nvme, path: away}"],
     "average": ["train.ema_decay=0.9"],
     "average of bf16": ["train.ema_decay=0.9", "precision=bf16_true"],
+    "eager": ["attention=eager"],
     "gpt2": ["model={name: gpt2, n_layer: 2, n_head: 4, n_embd: 64}"],
     "experts": [
         "model={name: mixtral, hidden_size: 64, num_hidden_layers: 2, num_attention_heads: 4, num_key_value_heads: 2,"

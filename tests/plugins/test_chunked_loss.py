@@ -151,6 +151,42 @@ def test_logits_never_exist_together():
     assert kept + 64 * logits <= peaks[64] <= kept + 64 * logits + 300_000
 
 
+def test_a_factor_that_16_bits_do_not_hold_is_that_of_all_gradients():
+    """1/255 in bf16 is 1/256 too much: so would be every gradient but the head's."""
+    both = []
+    for factor in (1.0, 1 / 255):
+        x_TD, weight_VD, labels_T = inputs(torch.bfloat16)
+        (TokenLoss().chunked(x_TD, LinearHead(weight_VD), labels_T, T) * factor).backward()
+        both.append((x_TD.grad, weight_VD.grad))
+    for whole, part in zip(*both, strict=True):
+        assert torch.equal(part, (whole.float() * (1 / 255)).bfloat16())
+
+
+def test_where_nobody_learns_no_gradient_is_computed():
+    x_TD, weight_VD, labels_T = inputs()
+    with torch.no_grad(), allocations(torch.device("cpu")) as found:
+        alone = TokenLoss().chunked(x_TD, LinearHead(weight_VD), labels_T, T)
+    assert alone == TokenLoss().chunked(x_TD, LinearHead(weight_VD), labels_T, T).detach()
+    assert found.peak_bytes < 4 * T * V + 4 * D * V
+
+
+def test_a_chunk_of_all_tokens_has_its_gradient_in_the_weights_dtype():
+    generator = torch.Generator().manual_seed(0)
+    x_TD = torch.randn(8, 64, generator=generator).bfloat16().requires_grad_()
+    weight_VD = nn.Parameter(torch.randn(4096, 64, generator=generator).bfloat16())
+    with allocations(torch.device("cpu")) as found:
+        TokenLoss().chunked(x_TD, LinearHead(weight_VD), torch.arange(8), 8).backward()
+    assert weight_VD.nbytes < found.peak_bytes < 2 * weight_VD.nbytes  # its gradient, and eight rows of logits
+
+
+def test_a_second_backward_is_refused_in_a_sentence():
+    x_TD, weight_VD, labels_T = inputs()
+    loss = TokenLoss().chunked(x_TD, LinearHead(weight_VD), labels_T, T)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="another forward"):
+        loss.backward()
+
+
 def test_what_makes_no_sense_is_refused():
     for option in ({"chunk_tokens": -1}, {"label_smoothing": 1.0}, {"z_loss": -0.1}):
         with pytest.raises(UserError, match="objective"):

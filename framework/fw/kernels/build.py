@@ -15,6 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
+
 from fw.caches import cache_dir
 from fw.kernels.threads import of_torch
 
@@ -66,6 +68,13 @@ def library(*flags: str) -> ctypes.CDLL:
         raise NotCompiled(f"{made} cannot be loaded: {error}") from None
     found.fw_threads(ctypes.c_long(of_torch()))
     return found
+
+
+def set_threads(several: int) -> None:
+    """Of torch on the CPU, and of kernels where they are loaded."""
+    torch.set_num_threads(several)
+    if library.cache_info().currsize:
+        library().fw_threads(ctypes.c_long(several))
 
 
 @contextmanager

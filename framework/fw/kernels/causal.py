@@ -35,6 +35,11 @@ class _Call(ctypes.Structure):
     ]
 
 
+def available() -> bool:
+    """Whether there is such a kernel on this machine. To be asked before a compiled block asks, which cannot compile it."""
+    return _FORWARD.available
+
+
 def takes(q_BNLH: Tensor, k_BKLH: Tensor, v_BKLH: Tensor) -> bool:
     """Whether :func:`attend` computes these on this machine, or would in what is planned."""
     if not of_cpu(q_BNLH, k_BKLH, v_BKLH) or not q_BNLH.dtype == k_BKLH.dtype == v_BKLH.dtype or q_BNLH.dtype not in DTYPES:
@@ -59,9 +64,12 @@ def attend(
     Args:
         softcap: c of scores that are ``c · tanh(scale · q kᵀ / c)``.
         window: how many positions back a position sees, itself included.
-        segments_BL: int64; the document of each position.
+        segments_BL: the document of each position; ``[1, L]`` where all rows have the same.
     """
-    out_BNLH, _ = torch.ops.fw.causal_attention(q_BNLH, k_BKLH, v_BKLH, segments_BL, scale, softcap or 0.0, window or 0)
+    if segments_BL is not None:
+        segments_BL = segments_BL.long().expand(len(q_BNLH), q_BNLH.shape[2]).contiguous()
+    rows = (_rows(x) for x in (q_BNLH, k_BKLH, v_BKLH))
+    out_BNLH, _ = torch.ops.fw.causal_attention(*rows, segments_BL, scale, softcap or 0.0, window or 0)
     found: Tensor = out_BNLH
     return found
 
@@ -96,8 +104,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     out_BNLH = _like(q_BNLH)
     lse_BNL = q_BNLH.new_empty(q_BNLH.shape[:3], dtype=torch.float32)
-    segments_BL = None if segments_BL is None else segments_BL.contiguous()
-    given: dict[str, Tensor | None] = {"q": _rows(q_BNLH), "k": _rows(k_BKLH), "v": _rows(v_BKLH)}
+    given: dict[str, Tensor | None] = {"q": q_BNLH, "k": k_BKLH, "v": v_BKLH}
     given |= {"to": out_BNLH, "lse": lse_BNL, "segments": segments_BL}
     call = _call(given, scale, softcap, window)
     _FORWARD(ctypes.addressof(call))
@@ -125,9 +132,8 @@ def _backward(
     window: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     found = _like(q_BNLH), _like(k_BKLH), _like(v_BKLH)
-    segments_BL = None if segments_BL is None else segments_BL.contiguous()
-    given: dict[str, Tensor | None] = {"q": _rows(q_BNLH), "k": _rows(k_BKLH), "v": _rows(v_BKLH)}
-    given |= {"out": _rows(out_BNLH), "grad": _rows(grad_BNLH)}
+    given: dict[str, Tensor | None] = {"q": q_BNLH, "k": k_BKLH, "v": v_BKLH}
+    given |= {"out": out_BNLH, "grad": grad_BNLH}
     given |= {"lse": lse_BNL, "segments": segments_BL, **dict(zip(("dq", "dk", "dv"), found, strict=True))}
     call = _call(given, scale, softcap, window)
     _BACKWARD(ctypes.addressof(call))
@@ -158,7 +164,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 def _gradients(ctx: Any, grad_BNLH: Tensor, _: Any) -> tuple[Tensor | None, ...]:
     q, k, v, segments, out, lse = ctx.saved_tensors
-    found = torch.ops.fw.causal_attention_backward(grad_BNLH, q, k, v, segments, out, lse, *ctx.how)
+    found = torch.ops.fw.causal_attention_backward(_rows(grad_BNLH), q, k, v, segments, out, lse, *ctx.how)
     return (*found, None, None, None, None)
 
 

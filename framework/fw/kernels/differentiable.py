@@ -41,7 +41,8 @@ def rms_norm(x_D: Tensor, weight_D: Tensor, eps: float, *, shifted: bool = False
 
     In the dtype that autocast has products in, where it is on, since products are what follows; else in that of x.
     """
-    if not applies(x_D, weight_D) or x_D.shape[-1] % _LANES or not x_D.is_contiguous():
+    whole = x_D.is_contiguous() and weight_D.is_contiguous() and weight_D.shape == x_D.shape[-1:]
+    if not whole or not applies(x_D, weight_D) or x_D.shape[-1] % _LANES:
         return None
     dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") and x_D.dtype == torch.float32 else x_D.dtype
     if dtype not in DTYPES:
@@ -92,7 +93,6 @@ def _norm_room(x_D: Tensor, weight_D: Tensor, eps: float, shifted: bool, half: b
 
 @torch.library.custom_op("fw::rms_norm_backward", mutates_args=())
 def _norm_back(grad_D: Tensor, x_D: Tensor, weight_D: Tensor, scales: Tensor, shifted: bool) -> tuple[Tensor, Tensor]:
-    grad_D = grad_D.contiguous()
     dx_D, sums_PD = _norm_back_room(grad_D, x_D, weight_D, scales, shifted)
     size = x_D.shape[-1]
     given = (grad_D, x_D, weight_D, scales, dx_D, sums_PD)
@@ -116,7 +116,7 @@ def _norm_keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor])
 
 def _norm_gradients(ctx: Any, grad_D: Tensor, _: Any) -> tuple[Tensor | None, ...]:
     x_D, weight_D, scales = ctx.saved_tensors
-    dx_D, sums_PD = torch.ops.fw.rms_norm_backward(grad_D, x_D, weight_D, scales, ctx.shifted)
+    dx_D, sums_PD = torch.ops.fw.rms_norm_backward(grad_D.contiguous(), x_D, weight_D, scales, ctx.shifted)
     wants_weight = ctx.needs_input_grad[1]
     return dx_D, sums_PD.sum(0).to(weight_D.dtype) if wants_weight else None, None, None, None
 
@@ -126,7 +126,6 @@ _norm.register_autograd(_norm_gradients, setup_context=_norm_keep)
 
 @torch.library.custom_op("fw::rotate", mutates_args=())
 def _turn(x_BLNH: Tensor, cos_B1LH: Tensor, sin_B1LH: Tensor, back: bool) -> Tensor:
-    x_BLNH = x_BLNH.contiguous()
     y_BLNH = torch.empty_like(x_BLNH)
     batch, length, heads, size = x_BLNH.shape
     given = (x_BLNH.data_ptr(), cos_B1LH.data_ptr(), sin_B1LH.data_ptr(), y_BLNH.data_ptr())
@@ -145,7 +144,7 @@ def _turn_keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _turn_gradient(ctx: Any, grad_BLNH: Tensor) -> tuple[Tensor | None, ...]:
-    return torch.ops.fw.rotate(grad_BLNH, *ctx.saved_tensors, not ctx.back), None, None, None
+    return torch.ops.fw.rotate(grad_BLNH.contiguous(), *ctx.saved_tensors, not ctx.back), None, None, None
 
 
 _turn.register_autograd(_turn_gradient, setup_context=_turn_keep)
@@ -165,7 +164,6 @@ def _(gate: Tensor, up: Tensor) -> Tensor:
 
 @torch.library.custom_op("fw::silu_mul_backward", mutates_args=())
 def _gate_back(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    grad = grad.to(gate.dtype).contiguous()
     found = torch.empty_like(gate), torch.empty_like(up)
     _GATE_BACK(*(x.data_ptr() for x in (grad, gate, up, *found)), _half(gate), gate.numel())
     return found
@@ -181,7 +179,7 @@ def _gate_keep(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
 
 
 def _gate_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-    found: tuple[Tensor, Tensor] = torch.ops.fw.silu_mul_backward(grad, *ctx.saved_tensors)
+    found: tuple[Tensor, Tensor] = torch.ops.fw.silu_mul_backward(grad.contiguous(), *ctx.saved_tensors)
     return found
 
 

@@ -27,6 +27,9 @@ def token_losses(
         z_TV: logits before ``softcap``, contiguous; the gradient of the sum afterwards, where ``gradient``.
         smoothing: s.
         z_loss: w.
+
+    Raises:
+        IndexError: a label is none of the logits, as torch's own cross-entropy raises.
     """
     found: Tensor = torch.ops.fw.token_losses(z_TV, labels_T, ignored, softcap or 0.0, smoothing, z_loss, gradient)
     return found
@@ -35,6 +38,11 @@ def token_losses(
 @torch.library.custom_op("fw::token_losses", mutates_args=("z_TV",))
 def _losses(z_TV: Tensor, labels_T: Tensor, ignored: int, softcap: float, smoothing: float, z_loss: float, gradient: bool) -> Tensor:
     labels_T = labels_T.contiguous()
+    if labels_T.dtype != torch.int64 or labels_T.shape != z_TV.shape[:1] or not z_TV.is_contiguous():
+        raise ValueError(f"labels are int64 [T] of contiguous logits [T, V], not {labels_T.dtype} {list(labels_T.shape)}")
+    outside_T = (labels_T != ignored) & ((labels_T < 0) | (labels_T >= z_TV.shape[1]))
+    if outside_T.any():
+        raise IndexError(f"label {labels_T[outside_T][0].item()} is none of {z_TV.shape[1]} tokens")
     losses_T = z_TV.new_empty(len(labels_T), dtype=torch.float32)
     given = (z_TV.data_ptr(), labels_T.data_ptr(), losses_T.data_ptr(), z_TV.dtype == torch.bfloat16, *z_TV.shape)
     _LOSS(*given, ignored, gradient, softcap, smoothing, z_loss)

@@ -44,25 +44,26 @@ class AttentionSuite(TrainedSuite):
         "packing": Probe({"train": {"packing": True}, "data": VARYING}, tolerance=None),
     }
 
+    @pytest.mark.parametrize("size", [8, 16], ids=["heads of 8", "heads of 16"])  # kernels differ in what they take
     @pytest.mark.parametrize("kv_heads", [4, 2, 1])
     @pytest.mark.parametrize("pattern", list(PATTERNS))
-    def test_results_and_gradients_are_those_of_the_formula(self, pattern: str, kv_heads: int) -> None:
+    def test_results_and_gradients_are_those_of_the_formula(self, pattern: str, kv_heads: int, size: int) -> None:
         settings = dict(PATTERNS[pattern])
         segments = torch.tensor(SEGMENTS) if settings.pop("segments", False) else None
         softcap = settings.pop("softcap", None)
         made = self.make()
         generator = torch.Generator().manual_seed(0)
-        q, k, v, cotangent = (torch.randn(2, heads, LENGTH, 8, generator=generator) for heads in (4, kv_heads, kv_heads, 4))
+        q, k, v, cotangent = (torch.randn(2, heads, LENGTH, size, generator=generator) for heads in (4, kv_heads, kv_heads, 4))
         seen = Pattern(LENGTH, segments_BL=segments, **settings)
         given = [x.clone().requires_grad_() for x in (q, k, v)]
         if pattern not in self.patterns:
             with pytest.raises(UserError):
-                made.attend(*given, made.plan(seen, torch.device("cpu")), scale=8**-0.5, softcap=softcap)
+                made.attend(*given, made.plan(seen, torch.device("cpu")), scale=size**-0.5, softcap=softcap)
             return
-        out = made.attend(*given, made.plan(seen, torch.device("cpu")), scale=8**-0.5, softcap=softcap)
+        out = made.attend(*given, made.plan(seen, torch.device("cpu")), scale=size**-0.5, softcap=softcap)
         assert out.shape == q.shape and out.dtype == q.dtype
         wide = [x.double().requires_grad_() for x in (q, k, v)]
-        expected = formula(wide[0], wide[1], wide[2], seen.seen(torch.device("cpu")), 8**-0.5, softcap)
+        expected = formula(wide[0], wide[1], wide[2], seen.seen(torch.device("cpu")), size**-0.5, softcap)
         rows = torch.ones(2, 1, LENGTH, 1, dtype=torch.bool) if segments is None else (segments > 0)[:, None, :, None]
         out, expected, cotangent = (x.where(rows, torch.zeros((), dtype=x.dtype)) for x in (out, expected, cotangent))
         torch.testing.assert_close(out.double(), expected, rtol=0, atol=self.tolerance)

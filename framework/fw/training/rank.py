@@ -18,6 +18,7 @@ import torch
 from fw.assemble import check
 from fw.config import to_yaml
 from fw.errors import EXIT_FAILED, EXIT_OK, EXIT_REQUEUE, FwError, RunError
+from fw.kernels.build import set_threads
 from fw.kinds.data import Corpus
 from fw.launching import outcome
 from fw.launching.membership import leave
@@ -109,7 +110,7 @@ def _train_joined(
             note_codes(recipe, vocab_size)
     seed_all(recipe.train.seed * 1_000_003 + world.rank)
     if recipe.launch.threads is not None:
-        torch.set_num_threads(recipe.launch.threads)
+        set_threads(recipe.launch.threads)
     if checkpoint is not None and checkpoint.state()["step"] >= recipe.train.max_steps:
         if world.is_first:
             say(f"{checkpoint.place} is at step {checkpoint.state()['step']}, train.max_steps is {recipe.train.max_steps}: nothing to do")

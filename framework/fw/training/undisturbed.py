@@ -11,6 +11,8 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
+from fw.kernels.build import set_threads
+
 _QUIETENED = ("pytorch_lightning", "lightning.pytorch", "lightning_fabric", "torch.distributed.tensor._redistribute")
 
 
@@ -30,6 +32,6 @@ def undisturbed() -> Iterator[None]:
         if cuda_states:
             torch.cuda.set_rng_state_all(cuda_states)
         if torch.get_num_threads() != threads:
-            torch.set_num_threads(threads)
+            set_threads(threads)
         for name, level in levels.items():
             logging.getLogger(name).setLevel(level)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -19,11 +18,13 @@ class _Unwritten:
 
     def __init__(self, pattern: Pattern, device: torch.device) -> None:
         self.pattern, self._device = pattern, device
+        self._mask: Tensor | None = None
 
-    @cached_property
     def mask(self) -> Tensor:
         """Bool ``[B or 1, 1, L, L]``."""
-        return self.pattern.seen(self._device)
+        if self._mask is None:
+            self._mask = self.pattern.seen(self._device)
+        return self._mask
 
 
 class SDPAttention(AttentionPlugin):
@@ -35,9 +36,10 @@ class SDPAttention(AttentionPlugin):
 
     def plan(self, pattern: Pattern, device: torch.device) -> Tensor | _Unwritten | None:
         """None where order is all that matters, for which the kernels need no mask; else ``[B or 1, 1, L, L]``, or what it is made of."""
+        kernel = device.type == "cpu" and not is_gpu(device) and causal.available()  # asked here, where nothing is being compiled
         if pattern.causal_only:
             return None
-        return pattern.seen(device) if device.type == "meta" or is_gpu(device) else _Unwritten(pattern, device)
+        return _Unwritten(pattern, device) if kernel else pattern.seen(device)
 
     def attend(
         self,
@@ -57,7 +59,7 @@ class SDPAttention(AttentionPlugin):
                 how |= {"window": plan.pattern.window, "segments_BL": plan.pattern.segments_BL}
             return causal.attend(q_BNLH, k_BKLH, v_BKLH, **how)
         if isinstance(plan, _Unwritten):
-            plan = plan.mask
+            plan = plan.mask()
         if softcap is not None:
             seen = Pattern(q_BNLH.shape[2]).seen(q_BNLH.device) if plan is None else plan
             return EagerAttention(None).attend(q_BNLH, k_BKLH, v_BKLH, seen, scale=scale, softcap=softcap, dropout=dropout)

@@ -57,7 +57,7 @@ class TokenLoss:
         Of a head that is no :class:`LinearHead` the logits of a chunk are computed again in backward.
         """
         if isinstance(head, LinearHead):
-            loss: Tensor = _Chunked.apply(x_TD, head.weight_VD, labels_T, self, head.softcap, tokens)
+            loss: Tensor = _Chunked.apply(x_TD, head.weight_VD, labels_T, self, head.softcap, tokens, torch.is_grad_enabled())
             return loss
         losses = [self._again(x, head, y) for x, y in zip(x_TD.split(tokens), labels_T.split(tokens), strict=True)]
         return sum(losses[1:], losses[0])
@@ -82,20 +82,30 @@ def at_once(x_TD: Tensor, head: Head) -> bool:
 class _Chunked(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, token_loss: TokenLoss, softcap: float | None, tokens: int
+        ctx: Any,
+        x_TD: Tensor,
+        weight_VD: Tensor,
+        labels_T: Tensor,
+        token_loss: TokenLoss,
+        softcap: float | None,
+        tokens: int,
+        learns: bool,
     ) -> Tensor:
         device = x_TD.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x_TD.dtype
-        wants_x, wants_weight, *_ = ctx.needs_input_grad
+        # What asks for a gradient does so also where nobody will ask for it: whoever calls knows.
+        wants_x, wants_weight = (learns and wanted for wanted in ctx.needs_input_grad[:2])
+        chunk = _chunk_by_kernel if kernels.takes(dtype, x_TD, weight_VD) else _chunk
         with torch.autocast(device, enabled=False):
             product_VD = weight_VD.detach().to(dtype)
             total = torch.zeros((), device=x_TD.device)
             grad_x_TD = torch.empty_like(x_TD) if wants_x else None
-            grad_weight_VD = torch.empty_like(weight_VD, dtype=torch.float32) if wants_weight else None
+            summed = weight_VD.dtype if tokens >= len(x_TD) else torch.float32
+            grad_weight_VD = torch.empty_like(weight_VD, dtype=summed) if wants_weight else None
             for first in range(0, len(x_TD), tokens):
                 rows = slice(first, first + tokens)
                 x_cD, labels_c = x_TD[rows].detach().to(dtype), labels_T[rows]
-                loss, grad_cV = _chunk(F.linear(x_cD, product_VD), labels_c, token_loss, softcap, wants_x or wants_weight)
+                loss, grad_cV = chunk(F.linear(x_cD, product_VD), labels_c, token_loss, softcap, wants_x or wants_weight)
                 total += loss
                 if grad_cV is not None:
                     grad_cV = grad_cV.to(dtype)
@@ -109,32 +119,45 @@ class _Chunked(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return (*scaled(ctx, grad), None, None, None, None)
+        return (*scaled(ctx, grad), None, None, None, None, None)
 
 
 def scaled(ctx: Any, grad: Tensor) -> Iterator[Tensor | None]:
-    """The gradients that forward has left there, times that of what it gave; in their memory."""
+    """The gradients that forward has left there, times that of what it gave; in their memory.
+
+    Raises:
+        RuntimeError: a second time.
+    """
+    if not hasattr(ctx, "gradients"):
+        raise RuntimeError("this loss has computed its gradients in forward and given them away: a second backward needs another forward")
     gradients: tuple[Tensor | None, ...] = ctx.gradients
     del ctx.gradients
-    return (None if each is None else each.mul_(grad.to(each.dtype)) for each in gradients)
+    # Not in their dtype: one part in 256 too much would be so of all gradients but the head's.
+    return (None if each is None else each.mul_(grad) for each in gradients)
+
+
+def _chunk_by_kernel(
+    z_cV: Tensor, labels_c: Tensor, token_loss: TokenLoss, softcap: float | None, with_gradient: bool
+) -> tuple[Tensor, Tensor | None]:
+    """As :func:`_chunk`, with the gradient in the dtype and in the memory of ``z_cV``."""
+    losses_c = kernels.token_losses(
+        z_cV,
+        labels_c,
+        ignored=IGNORED,
+        softcap=softcap,
+        smoothing=token_loss.smoothing,
+        z_loss=token_loss.z_loss,
+        gradient=with_gradient,
+    )
+    return losses_c.sum(), z_cV if with_gradient else None
 
 
 def _chunk(
-    z_cV: Tensor, labels_c: Tensor, token_loss: TokenLoss, softcap: float | None, with_gradient: bool
+    product_cV: Tensor, labels_c: Tensor, token_loss: TokenLoss, softcap: float | None, with_gradient: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """The loss of a chunk, and its gradient by the product's result ``z_cV``, in whose memory it is computed where that is fp32."""
-    if kernels.takes(z_cV.dtype, z_cV):
-        losses_c = kernels.token_losses(
-            z_cV,
-            labels_c,
-            ignored=IGNORED,
-            softcap=softcap,
-            smoothing=token_loss.smoothing,
-            z_loss=token_loss.z_loss,
-            gradient=with_gradient,
-        )
-        return losses_c.sum(), z_cV if with_gradient else None
-    z_cV = z_cV.float()
+    """The loss of a chunk, and its gradient in fp32, in the memory of ``product_cV`` where that is fp32."""
+    z_cV = product_cV.float()
+    del product_cV
     slope_cV = None
     if softcap is not None:
         slope_cV = z_cV.div_(softcap).tanh_()
