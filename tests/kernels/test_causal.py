@@ -32,6 +32,11 @@ PATTERNS = {
 pytestmark = pytest.mark.skipif(not causal._FORWARD.available, reason="no C++ compiler")
 
 
+@pytest.fixture(autouse=True)
+def kernels_train(monkeypatch):
+    monkeypatch.setenv("FW_TRAINING_KERNELS", "on")
+
+
 def drawn(shape, dtype):
     batch, heads, kv_heads, length, size = shape
     draw = torch.Generator().manual_seed(0)

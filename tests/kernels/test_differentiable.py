@@ -17,6 +17,11 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=[
 pytestmark = pytest.mark.skipif(not differentiable._NORM.available, reason="no C++ compiler")
 
 
+@pytest.fixture(autouse=True)
+def kernels_train(monkeypatch):
+    monkeypatch.setenv("FW_TRAINING_KERNELS", "on")
+
+
 @pytest.fixture
 def draw():
     generator = torch.Generator().manual_seed(0)

@@ -77,6 +77,12 @@ SLACK = 1024
 """Bytes: losses that are kept until they are logged, numbers that operators make for themselves."""
 
 
+@pytest.mark.parametrize("case", ["fp32", "bf16, micro-batches", "packed", "eager", "lora, bf16", "chunked loss, tied", "gpt2"])
+def test_the_run_takes_what_was_planned_by_kernels_of_its_own(workspace: Path, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FW_TRAINING_KERNELS", "on")
+    test_the_run_takes_what_was_planned(workspace, case)
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_the_run_takes_what_was_planned(workspace: Path, case: str) -> None:
     packed = packed_for_products() if any("bf16" in each for each in CASES[case]) else 0

@@ -19,6 +19,13 @@ from fw_plugins.objective.causal_lm import CausalLMConfig, CausalLMObjective
 from fw_plugins.objective.chunked_loss import TokenLoss
 
 T, D, V = 45, 16, 101
+
+
+@pytest.fixture(autouse=True, params=["off", "on"], ids=["torch's operators", "fw's kernels"])
+def kernels(request, monkeypatch):
+    monkeypatch.setenv("FW_TRAINING_KERNELS", request.param)
+
+
 LOSSES = [TokenLoss(), TokenLoss(z_loss=0.3), TokenLoss(smoothing=0.2), TokenLoss(z_loss=0.1, smoothing=0.1)]
 
 

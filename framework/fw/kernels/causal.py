@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula, sdpa_backward_flop_count, sdpa_flop_count
 
 from fw.kernels.calls import Kernel
-from fw.kernels.of_cpu import DTYPES, of_cpu
+from fw.kernels.of_cpu import DTYPES, of_cpu, wanted
 
 _LANES = 16
 _LARGEST = 256
@@ -37,7 +37,7 @@ class _Call(ctypes.Structure):
 
 def available() -> bool:
     """Whether there is such a kernel on this machine. To be asked before a compiled block asks, which cannot compile it."""
-    return _FORWARD.available
+    return wanted() and _FORWARD.available
 
 
 def takes(q_BNLH: Tensor, k_BKLH: Tensor, v_BKLH: Tensor) -> bool:

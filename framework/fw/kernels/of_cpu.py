@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
@@ -12,7 +14,12 @@ DTYPES = (torch.bfloat16, torch.float32)
 _PLAIN = (Tensor, nn.Parameter, FakeTensor)
 
 
+def wanted() -> bool:
+    """Whether training is to use these kernels: ``FW_TRAINING_KERNELS=on``, in the environment of a plan as in that of a run."""
+    return os.environ.get("FW_TRAINING_KERNELS") == "on"
+
+
 def of_cpu(*tensors: Tensor) -> bool:
     """Whether these are plain numbers in a CPU's memory, or stand for such in a plan: no parts of a DTensor, and no memory that cannot be
     read at an address."""
-    return planned_gpu() is None and all(type(x) in _PLAIN and x.is_cpu for x in tensors)
+    return wanted() and planned_gpu() is None and all(type(x) in _PLAIN and x.is_cpu for x in tensors)
