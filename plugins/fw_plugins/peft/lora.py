@@ -157,7 +157,9 @@ class Lora(PeftPlugin):
         for name in whole:
             tensors |= _unfrozen(model, [f"{name}.{p}" for p, _ in model.get_submodule(name).named_parameters(recurse=False)])
         tensors |= self._biases(model, names)
-        config = self._described(files, names, whole, modules, tied) | self._beside_experts(model, [files[name].name for name in names])
+        config = self._described(files, names, whole, modules, tied) | self._beside_experts(
+            model, added, [files[name].name for name in names]
+        )
         must_agree = {**_MUST_AGREE, **({"ensure_weight_tying": False} if tied else {})}
         norms = {name: name.replace("lora_magnitude_vector", "weight") for name in added if name.endswith("lora_magnitude_vector")}
         because = "the norms of a layer's rows are of the whole layer" if norms else ""
@@ -214,14 +216,16 @@ class Lora(PeftPlugin):
             found |= dict.fromkeys(modules)
         return list(found)
 
-    def _beside_experts(self, model: CausalLM, changed: Sequence[str]) -> dict[str, Any]:
+    def _beside_experts(self, model: CausalLM, added: Mapping[str, Init], changed: Sequence[str]) -> dict[str, Any]:
         """Of a mixture of experts, what ``adapter_config.json`` says of changed layers that peft would take for experts by their last
         names: routers, and layers of blocks without experts, named as parameters. Of these peft knows no dropout, not even to read them.
 
         Args:
+            added: parameters that no file of the model has.
             changed: in files.
         """
-        experts = [of.name.removesuffix(".weight") for name in model.base() for of in model.hf_tensors(name) if of.index is not None]
+        own = [name for name in model.base() if name not in added]
+        experts = [of.name.removesuffix(".weight") for name in own for of in model.hf_tensors(name) if of.index is not None]
         places, ends = {name.partition(".experts.")[0] for name in experts}, {name.rpartition(".")[2] for name in experts}
         apart = {name for name in changed if name.rpartition(".")[0] in places or name.rpartition(".")[2] in ends}
         if not apart:
