@@ -101,7 +101,7 @@ PARTS: dict[str, dict[str, Choice]] = {
         **_named("peft", "none"),
         **_named("peft", "adapter", "lora", "dora", "ia3", targets=_TARGETS),
         **_named("peft", "prompt", "prefix", tokens=3),
-        **_named("peft", "hf_peft", type="LOHA", config={"r": 4, "target_modules": _TARGETS[0]}),
+        **_named("peft", "hf_peft", type="LORA", config={"r": 4, "target_modules": _TARGETS[0]}),
     },
     "quantization": {
         **_named("quantization", "none"),

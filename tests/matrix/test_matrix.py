@@ -9,6 +9,7 @@ from itertools import combinations, product
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from conftest import fw
@@ -93,6 +94,8 @@ def test_causes_of_other_projects_are_in_their_code(cause):
 def test_a_tenth_trains_is_saved_and_goes_on(row, files, tmp_path):
     if row["offload"] == "optimizer to files" and row["sharding"].startswith("zero") and not has_libaio():
         pytest.skip("DeepSpeed's files need g++ and libaio's header")
+    if row["precision"] == "fp16" and row["sharding"].startswith("zero") and not torch.ops.mkldnn._is_mkldnn_fp16_supported():
+        pytest.skip("DeepSpeed computes in float16 on processors that do so themselves")
     outcome = train(row, files, tmp_path)
     assert outcome.code == 0, outcome.told
 
