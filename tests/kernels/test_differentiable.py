@@ -8,10 +8,8 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fw.kernels import differentiable, loss
-from fw.meter.allocations import allocations
 from fw_models.layers import GatedMLP, RMSNorm
 
-CPU = torch.device("cpu")
 PLAIN = {"ignored": -100, "softcap": None, "smoothing": 0.0, "z_loss": 0.0}
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 pytestmark = pytest.mark.skipif(not differentiable._NORM.available, reason="no C++ compiler")
@@ -137,7 +135,6 @@ def test_a_loss_of_what_is_not_a_number_is_none(draw):
 
 
 def test_a_plan_knows_what_comes_back_and_what_is_kept(draw):
-    """The same steps on fake tensors take as many bytes, to the byte."""
     mlp, norm = GatedMLP(64, 96), RMSNorm(64, 1e-5)
     x = draw(4, 32, 64).requires_grad_()
 
@@ -147,10 +144,17 @@ def test_a_plan_knows_what_comes_back_and_what_is_kept(draw):
         y.sum().backward()
         return y, x.grad
 
-    with allocations(CPU) as found:
+    saved = {}
+
+    def note(tensor):
+        if tensor.shape[0] in (4, 128):  # rows; weights have other sizes
+            saved[tensor.data_ptr()] = tensor.nbytes
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         real = step(x)
-    kept = 4 * 32 * (64 * 2 + 3 * 96 * 2 + 4)  # the norm's result and its scales, gate, up and their product
-    assert found.peak_bytes < 3 * kept
+    # The norm's input, what its rows were scaled by, and its result, which both products share; gate, up and their product.
+    assert sum(saved.values()) == 128 * (64 * 4 + 4 + 64 * 2 + 3 * 96 * 2)
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         fake = mode.from_tensor(x.detach()).requires_grad_()
         planned = step(fake)
