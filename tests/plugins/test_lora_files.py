@@ -139,6 +139,18 @@ def test_a_tied_embedding_that_trains_whole(tmp_path: Path, kind: str) -> None:
     assert "lm_head.weight" not in load_file(tmp_path / "merged" / "model.safetensors")
 
 
+def is_the_same_in_peft(tmp_path: Path, base: Any) -> None:
+    """What was trained here changes what comes out, and gives peft's logits beside its base and merged with it."""
+    untrained = logits(base.eval())
+    expected = logits(peft.PeftModel.from_pretrained(base, checkpoint(tmp_path)).eval())
+    assert (logits(fw.load_model(checkpoint(tmp_path))) - expected).abs().max() < 1e-5
+    assert (expected - untrained).abs().max() > 1e-3
+    (tmp_path / "adapter").symlink_to(checkpoint(tmp_path))
+    assert merged(tmp_path) == 0
+    for found in both_read(tmp_path):
+        assert (found - expected).abs().max() < 1e-5
+
+
 @pytest.mark.parametrize("name", ["embed_tokens", "lm_head"])
 @pytest.mark.parametrize("kind", TIED)
 def test_what_trains_a_tied_embedding_whole_here_is_the_same_in_peft(
@@ -149,14 +161,7 @@ def test_what_trains_a_tied_embedding_whole_here_is_the_same_in_peft(
     assert run(tmp_path, monkeypatch, {"name": "lora", "targets": LAYERS[kind]["target_modules"], "whole": [name]}) == 0
     config = json.loads((checkpoint(tmp_path) / "adapter_config.json").read_text())
     assert config["ensure_weight_tying"] is True and "lm_head" in config["modules_to_save"]
-    untrained = logits(base.eval())
-    expected = logits(peft.PeftModel.from_pretrained(base, checkpoint(tmp_path)).eval())
-    assert (logits(fw.load_model(checkpoint(tmp_path))) - expected).abs().max() < 1e-5
-    assert (expected - untrained).abs().max() > 1e-3
-    (tmp_path / "adapter").symlink_to(checkpoint(tmp_path))
-    assert merged(tmp_path) == 0
-    for found in both_read(tmp_path):
-        assert (found - expected).abs().max() < 1e-5
+    is_the_same_in_peft(tmp_path, base)
     again = {"name": "lora", "targets": LAYERS[kind]["target_modules"], "whole": [name], "adapter": str(tmp_path / "adapter")}
     assert run(tmp_path, monkeypatch, again, "train.run_dir=again") == 0
 
@@ -208,14 +213,7 @@ def test_a_tied_pair_of_which_one_is_changed(tmp_path: Path, case: str) -> None:
 def test_what_changes_a_tied_embedding_here_is_the_same_in_peft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     base = base_in(tmp_path, TIED[kind])
     assert run(tmp_path, monkeypatch, {"name": "lora", "targets": [EMBEDDING[kind].rpartition(".")[2]]}) == 0
-    untrained = logits(base.eval())
-    expected = logits(peft.PeftModel.from_pretrained(base, checkpoint(tmp_path)).eval())
-    assert (logits(fw.load_model(checkpoint(tmp_path))) - expected).abs().max() < 1e-5
-    assert (expected - untrained).abs().max() > 1e-3
-    (tmp_path / "adapter").symlink_to(checkpoint(tmp_path))
-    assert merged(tmp_path) == 0
-    for found in both_read(tmp_path):
-        assert (found - expected).abs().max() < 1e-5
+    is_the_same_in_peft(tmp_path, base)
 
 
 READ: dict[str, dict[str, Any]] = {

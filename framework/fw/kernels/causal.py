@@ -102,8 +102,7 @@ def _rows(x_BNLH: Tensor) -> Tensor:
 def _forward(
     q_BNLH: Tensor, k_BKLH: Tensor, v_BKLH: Tensor, segments_BL: Tensor | None, scale: float, softcap: float, window: int
 ) -> tuple[Tensor, Tensor]:
-    out_BNLH = _like(q_BNLH)
-    lse_BNL = q_BNLH.new_empty(q_BNLH.shape[:3], dtype=torch.float32)
+    out_BNLH, lse_BNL = _forward_room(q_BNLH)
     given: dict[str, Tensor | None] = {"q": q_BNLH, "k": k_BKLH, "v": v_BKLH}
     given |= {"to": out_BNLH, "lse": lse_BNL, "segments": segments_BL}
     call = _call(given, scale, softcap, window)
@@ -112,9 +111,7 @@ def _forward(
 
 
 @_forward.register_fake
-def _(
-    q_BNLH: Tensor, k_BKLH: Tensor, v_BKLH: Tensor, segments_BL: Tensor | None, scale: float, softcap: float, window: int
-) -> tuple[Tensor, Tensor]:
+def _forward_room(q_BNLH: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return _like(q_BNLH), q_BNLH.new_empty(q_BNLH.shape[:3], dtype=torch.float32)
 
 
@@ -131,7 +128,7 @@ def _backward(
     softcap: float,
     window: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    found = _like(q_BNLH), _like(k_BKLH), _like(v_BKLH)
+    found = _backward_room(grad_BNLH, q_BNLH, k_BKLH, v_BKLH)
     given: dict[str, Tensor | None] = {"q": q_BNLH, "k": k_BKLH, "v": v_BKLH}
     given |= {"out": out_BNLH, "grad": grad_BNLH}
     given |= {"lse": lse_BNL, "segments": segments_BL, **dict(zip(("dq", "dk", "dv"), found, strict=True))}
@@ -141,18 +138,8 @@ def _backward(
 
 
 @_backward.register_fake
-def _(
-    grad_BNLH: Tensor,
-    q_BNLH: Tensor,
-    k_BKLH: Tensor,
-    v_BKLH: Tensor,
-    segments_BL: Tensor | None,
-    out_BNLH: Tensor,
-    lse_BNL: Tensor,
-    scale: float,
-    softcap: float,
-    window: int,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _backward_room(_: Tensor, *qkv: Any) -> tuple[Tensor, Tensor, Tensor]:
+    q_BNLH, k_BKLH, v_BKLH = qkv[:3]
     return _like(q_BNLH), _like(k_BKLH), _like(v_BKLH)
 
 
