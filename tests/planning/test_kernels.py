@@ -80,6 +80,13 @@ CASES: dict[str, Callable[..., Any]] = {
     "chunks in fp32": lambda half, **_: _chunk_cat([half], 4, torch.float32),
     "chunks of rows that do not divide": lambda wide, row, **_: _chunk_cat([wide, row], 7, torch.float32),
     "chunks of rows that do not divide, in fp32": lambda half, row, **_: _chunk_cat([half, row[:8].bfloat16()], 7, torch.float32),
+    "product of bf16": lambda half, **_: half @ half.t(),
+    "product of bf16, rows of the other kind": lambda half, **_: half.t() @ half,
+    "product of bf16, added": lambda half, **_: torch.addmm(half[0], half[:, :ROWS], half),
+    "product of bf16, added in place": lambda half, **_: half.addmm_(half[:, :ROWS], half, beta=0),
+    "products of bf16": lambda half, **_: torch.bmm(half.view(10, 10, -1), half.view(10, 10, -1).transpose(1, 2)),
+    "product of bf16 with gaps": lambda half, **_: half[:, :500] @ half[:, 500:].t(),
+    "product of fp32": lambda wide, **_: wide @ wide.t(),
     "index_select by int32": lambda row, short, **_: row.index_select(0, short.view(-1)),
 }
 
@@ -91,7 +98,7 @@ class _Planned(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        self.blocks += [nbytes for nbytes in momentary(func, args, kwargs or {}, out) if nbytes >= LEAST]
+        self.blocks += [nbytes for nbytes in momentary(func, args, kwargs or {}, out, torch.get_num_threads()) if nbytes >= LEAST]
         return out
 
 

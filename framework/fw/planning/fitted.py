@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -10,11 +9,10 @@ from fw.bars import Bar
 from fw.config import Config, overridden
 from fw.errors import UserError
 from fw.kinds.data import Say
-from fw.launching.cores import usable_cores
 from fw.meter.devices import Device, find
 from fw.meter.document import MemoryDocument
 from fw.planning.fit import Fit, Overrides, search
-from fw.planning.host_speed import HostSpeed
+from fw.planning.host_speed import HostSpeed, threads_of
 from fw.planning.plan import CPU, device_of, loaded, plan_recipe
 from fw.planning.techniques import SHARDING, techniques
 from fw.recipe import Recipe, current_world, resolve
@@ -113,9 +111,3 @@ def startable(config: Config) -> tuple[Config, Recipe]:
         origins = {path: origin for path, origin in divided.origins.items() if path[0] != SHARDING}
         left_open = replace(divided, origins=origins)
         return left_open, replace(recipe, config=left_open)
-
-
-def threads_of(recipe: Recipe) -> int:
-    """Of a rank."""
-    named = os.environ.get("OMP_NUM_THREADS", "")
-    return recipe.launch.threads or (int(named) if named.isdecimal() and int(named) else max(1, usable_cores() // recipe.ranks_per_host))

@@ -5,6 +5,7 @@ Nothing of a model is in it: products of square matrices, sums of long vectors, 
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 import time
@@ -16,6 +17,9 @@ from statistics import median
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from fw.launching.cores import usable_cores
+from fw.recipe import Recipe
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _WIDTH = 1024
@@ -58,6 +62,12 @@ class HostSpeed:
             bandwidth, link = _bandwidth(), _link()
         with _threads(threads):
             return HostSpeed(peaks, bandwidth, link, _operator())
+
+
+def threads_of(recipe: Recipe) -> int:
+    """Of a rank on a CPU: as the launcher has them."""
+    named = os.environ.get("OMP_NUM_THREADS", "")
+    return recipe.launch.threads or (int(named) if named.isdecimal() and int(named) else max(1, usable_cores() // recipe.ranks_per_host))
 
 
 @contextmanager

@@ -9,6 +9,7 @@
   TensorAdvancedIndexing.cpp).
 - Concatenation into another dtype computes one tensor after another beside its place (``cat_out_cpu`` of TensorShape.cpp); FSDP's, of
   gradients that are cut into one chunk per rank, copies those whose rows do not divide first, with zeros behind (``_pad_chunk``).
+- Products of 16 bits lay out their operands anew (:mod:`fw.planning.products`).
 - bitsandbytes' 4-bit quantization is written in operators, on values in fp32 (``quantize_4bit`` of bitsandbytes/backends/default/ops.py).
 """
 
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 
 from fw.planning.leaves import tensors
+from fw.planning.products import PRODUCTS, packed
 
 _COMPARING = {"eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or"}
 _PROMOTING = {
@@ -31,8 +33,8 @@ _CHUNKS = {"chunk_cat", "_chunk_cat"}
 _REDUCING = {"sum", "nansum", "prod", "mean", "cumsum", "cumprod", "linalg_vector_norm", "norm"}
 
 
-def momentary(func: Any, args: Any, kwargs: Any, out: Any) -> list[int]:
-    """Bytes of each block that is there while the operator runs, besides what it takes and gives."""
+def momentary(func: Any, args: Any, kwargs: Any, out: Any, threads: int) -> list[int]:
+    """Bytes of each block that is there while the operator runs in so many threads, besides what it takes and gives."""
     namespace, _, name = func._schema.name.partition("::")
     if namespace == "bitsandbytes" and name == "quantize_4bit":
         return _four_bits(*args[:3])
@@ -40,6 +42,8 @@ def momentary(func: Any, args: Any, kwargs: Any, out: Any) -> list[int]:
         return []
     in_place = name.endswith("_") and not name.endswith("__")
     name = name.rstrip("_") if in_place else name
+    if name in PRODUCTS:
+        return packed([value for value in args if isinstance(value, Tensor)], out.dtype, threads)
     if name in _PROMOTING:
         return _converted(name, args, kwargs, out)
     if name in _REDUCING or name in ("any", "all", "logsumexp"):

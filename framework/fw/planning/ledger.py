@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fw.kernels.threads import of_torch
 from fw.meter.account import Block, History, Recorder, Rules, Site
 from fw.meter.devices import Device
 from fw.planned import updates_by
@@ -61,9 +62,10 @@ class Ledger(TorchDispatchMode):
     Args:
         device: what memory is predicted of; None for the CPU, where all tensors are.
         costs: whether histories are to know what operators cost on the CPU; on a GPU they do.
+        threads: that operators of the CPU divide their work among; None for as many as torch has here.
     """
 
-    def __init__(self, device: Device | None = None, costs: bool = False) -> None:
+    def __init__(self, device: Device | None = None, costs: bool = False, threads: int | None = None) -> None:
         super().__init__()
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._live: dict[int, Block] = {}
@@ -75,6 +77,7 @@ class Ledger(TorchDispatchMode):
         gloo = Gloo(self._came, self._went, _key, self._live.__contains__)
         self._backend = gloo if self.gpu is None else Nccl(_key, self.gpu.exchanged)
         self._costs = costs and device is None
+        self._threads = threads or of_torch()
         self._paused = False
         self._real_integers = False
         self._sums = Sums()
@@ -220,7 +223,7 @@ class Ledger(TorchDispatchMode):
         """What an operator takes for itself until its results are there."""
         if self._recording is None or self.gpu is not None:
             return []
-        blocks = [Block(nbytes) for nbytes in momentary(func, args, kwargs, out)]
+        blocks = [Block(nbytes) for nbytes in momentary(func, args, kwargs, out, self._threads)]
         for block in blocks:
             block.site = self._recording.site
             self._recording.history.came(block)

@@ -19,8 +19,8 @@ from fw.meter.devices import of_product
 from fw.meter.document import MemoryDocument
 from fw.meter.speeds import Speeds
 from fw.meter.step_time import StepTime
-from fw.planning.fitted import startable, threads_of
-from fw.planning.host_speed import HostSpeed
+from fw.planning.fitted import startable
+from fw.planning.host_speed import HostSpeed, threads_of
 from fw.planning.run import train
 from fw.training import run_dir
 

@@ -25,6 +25,7 @@ from fw.meter.devices import Device
 from fw.meter.step_memory import RULES, Recording, StepMemory, StepMeter
 from fw.planning import around_steps
 from fw.planning.expand import NotRepeatable
+from fw.planning.host_speed import threads_of
 from fw.planning.ledger import Ledger
 from fw.planning.repeat import Repetition
 from fw.planning.saving import Saved, saved
@@ -114,7 +115,7 @@ def trace_blocks(
         again = build(recipe, vocab_size, mesh, runs_on, rows) if recipe.train.save_every else None
         built.model.train()
         local = [recipe.sharding.local_batch(dict(micro), mesh) for micro in micro_batches]
-        with torch.compiler.set_stance("force_eager"), Ledger(device, costs) as ledger:
+        with torch.compiler.set_stance("force_eager"), Ledger(device, costs, threads_of(recipe)) as ledger:
             made, load = around_steps.started(recipe, built, mesh, TRACED, ledger)
             ledger.ready(made.stepper.module)
             repetition = None if whole else Repetition.of(made, ledger, recipe.steps_in_backward)

@@ -1,0 +1,85 @@
+"""What oneDNN takes to lay out the operands of products in 16 bits, on processors that multiply these.
+
+It follows from blocks that oneDNN chooses by shapes, strides, threads and processor, and tells nobody: found out by such products of
+zeros. It grows with the blocks and not with the product, to 1.7 MiB a thread of what was seen (AMD Zen 5, oneDNN of torch 2.13).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import _disable_current_modes
+
+from fw.kernels.threads import alone
+
+PRODUCTS = {"mm", "addmm", "bmm", "baddbmm"}
+_MOST_FLOPS = 1 << 37
+"""Of a product that is computed as it is: a third of a second on two cores. Of a larger one no side is longer than ``_SIDE``."""
+_SIDE = 4096
+_MATRICES = 4
+
+_Laid = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+def packed(given: Sequence[Tensor], dtype: torch.dtype, threads: int) -> list[int]:
+    """Bytes of it, of a product on the CPU.
+
+    Args:
+        given: what the operator takes; the last two are multiplied: ``[…, M, K]`` and ``[…, K, N]``.
+        dtype: of the result.
+        threads: that compute it.
+    """
+    if not _lays_out(dtype) or any(tensor.dtype != dtype or not tensor.numel() for tensor in given):
+        return []
+    a, b = ((tuple(tensor.shape), tuple(tensor.stride())) for tensor in given[-2:])
+    nbytes = _measured(*_of_a_size(a, b), dtype, threads)
+    return [nbytes] if nbytes else []
+
+
+@functools.cache
+def _lays_out(dtype: torch.dtype) -> bool:
+    if dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return dtype == torch.float16 and bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
+
+
+def _of_a_size(a: _Laid, b: _Laid) -> tuple[_Laid, _Laid]:
+    """The product, or a smaller one that takes as much."""
+    (*matrices, m, k), n = a[0], b[0][-1]
+    count = matrices[0] if matrices else 1
+    if 2 * count * m * n * k <= _MOST_FLOPS:
+        return a, b
+    few = [min(count, _MATRICES + count % 2)] if matrices else []  # an odd number is divided among threads otherwise
+    m, n, k = (min(size, _SIDE) for size in (m, n, k))
+    return _dense((*few, m, k), a[1]), _dense((*few, k, n), b[1])
+
+
+def _dense(shape: tuple[int, ...], strides: tuple[int, ...]) -> _Laid:
+    """Without gaps, rows or columns first as ``strides`` have it."""
+    *matrices, rows, columns = shape
+    inner = (columns, 1) if strides[-1] == 1 else (1, rows)
+    return shape, (*(rows * columns for _ in matrices), *inner)
+
+
+@functools.cache
+def _measured(a: _Laid, b: _Laid, dtype: torch.dtype, threads: int) -> int:
+    with _disable_current_modes(), torch.no_grad(), alone(threads):
+        left, right = (_zeros(laid, dtype) for laid in (a, b))
+        out = torch.empty((*a[0][:-1], b[0][-1]), dtype=dtype)
+        multiply = torch.bmm if out.dim() == 3 else torch.mm
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+            multiply(left, right, out=out)
+    assert seen.profiler is not None and seen.profiler.kineto_results is not None
+    events = (event for event in seen.profiler.kineto_results.events() if event.name() == "[memory]")
+    return max(accumulate((event.nbytes() for event in events), initial=0))
+
+
+def _zeros(laid: _Laid, dtype: torch.dtype) -> Tensor:
+    shape, strides = laid
+    span = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+    return torch.zeros(span, dtype=dtype).as_strided(shape, strides)
