@@ -71,7 +71,7 @@ def test_the_loss_is_that_of_the_model_in_bf16_and_training_goes_on_as_without(t
 
 
 def test_an_evaluation_takes_fewer_bytes():
-    """Half the activations, and no copies of weights beside the converted ones."""
+    """No copies of weights beside the converted ones, and what goes from block to block has two bytes a number."""
     peaks = {}
     for full_eval in (False, True):
         stepper = stepper_of(model(), full_eval)
@@ -79,7 +79,7 @@ def test_an_evaluation_takes_fewer_bytes():
             loss_of(stepper.module, ids())
         assert found.left_bytes <= 4 * 8 * 128, "nothing of it stays"
         peaks[full_eval] = found.peak_bytes
-    assert peaks[True] < 0.8 * peaks[False], peaks
+    assert peaks[False] - peaks[True] >= 2 * 8 * 128 * 64, peaks
 
 
 @pytest.mark.parametrize("leave_device", [False, True])

@@ -90,8 +90,10 @@ def test_a_trained_model_becomes_the_codes_it_was_trained_for(workspace: Path) -
         if "zero" in sharding:
             pytest.importorskip("deepspeed")
         run_fw("train", *words, f"sharding={sharding}", "launch.devices=2", f"train.run_dir={name}", "activation=full").ok()
-        for figure in ("loss", "grad_norm"):
-            assert column(name, figure) == pytest.approx(column("run", figure), rel=1e-4), (name, figure)
+        # Weights between two codes go either way by what sums of two ranks leave over: from the second step on gradients differ by that.
+        assert column(name, "grad_norm")[0] == pytest.approx(column("run", "grad_norm")[0], rel=1e-6), name
+        for figure, rel in {"loss": 1e-4, "grad_norm": 2e-3}.items():
+            assert column(name, figure) == pytest.approx(column("run", figure), rel=rel), (name, figure)
     run_fw("quantize", "run", "--to", "coded", "--method", "rtn", "--group-size", "32").ok()
     ours = fw.load_model("run", quantization=make(QuantizationPlugin, "qat", group_size=32))
     ids = IDS % 256

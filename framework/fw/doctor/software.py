@@ -74,7 +74,10 @@ def compiler() -> Iterator[Finding]:
         library()
     except NotCompiled as why:
         yield Finding(
-            "kernels", "note", f"CPU kernels are not compiled, and generating takes torch's operators: {why}", "install g++, or set CXX"
+            "kernels",
+            "note",
+            f"CPU kernels are not compiled, and training and generating take torch's operators: {why}",
+            "install g++, or set CXX",
         )
         return
     yield Finding("kernels", "ok", f"CPU kernels are compiled by {found()} (loaded in {time.perf_counter() - begin:.1f} s)")

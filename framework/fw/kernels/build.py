@@ -7,6 +7,7 @@ import functools
 import hashlib
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -30,14 +31,16 @@ class NotCompiled(Exception):
 
 
 def compiler() -> str:
-    """The command.
+    """The command; ``CXX`` may name one with arguments, as in makefiles.
 
     Raises:
         NotCompiled: there is none.
     """
-    found = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+    found = os.environ.get("CXX", "").strip() or shutil.which("g++") or shutil.which("clang++")
     if found is None:
         raise NotCompiled("no C++ compiler is there: install g++, or set CXX")
+    if shutil.which(shlex.split(found)[0]) is None:
+        raise NotCompiled(f"CXX={found}: there is no such command")
     return found
 
 
@@ -53,11 +56,11 @@ def library(*flags: str) -> ctypes.CDLL:
     """
     if os.environ.get("FW_KERNELS") == "off":
         raise NotCompiled("FW_KERNELS=off")
-    by = compiler()
+    by = shlex.split(compiler())
     sources = sorted(_HERE.glob("*.cpp"))
     text = b"".join(file.read_bytes() for file in [*sources, *sorted(_HERE.glob("*.h"))])
     every = [*_FLAGS, *flags]
-    version = subprocess.run([by, "--version"], capture_output=True, check=False).stdout
+    version = subprocess.run([*by, "--version"], capture_output=True, check=False).stdout
     told = b"\0".join([text, version, " ".join(every).encode(), _processor()])
     made = cache_dir() / "kernels" / f"fw-{hashlib.sha256(told).hexdigest()[:16]}.so"
     if not made.exists():
@@ -93,17 +96,17 @@ def with_threads(several: int) -> Iterator[None]:
         made.fw_threads(ctypes.c_long(before))
 
 
-def _compile(compiler: str, flags: Sequence[str], sources: Sequence[Path], made: Path) -> None:
+def _compile(compiler: Sequence[str], flags: Sequence[str], sources: Sequence[Path], made: Path) -> None:
     """Under another name first: who compiles at the same time finds it whole or not at all."""
     try:
         made.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=made.parent) as place:
             out = Path(place) / made.name
             objects = [Path(place) / f"{source.stem}.o" for source in sources]
-            commands = [[compiler, *flags, "-c", str(source), "-o", str(to)] for source, to in zip(sources, objects, strict=True)]
+            commands = [[*compiler, *flags, "-c", str(source), "-o", str(to)] for source, to in zip(sources, objects, strict=True)]
             with ThreadPoolExecutor() as at_once:
                 list(at_once.map(_run, commands))
-            _run([compiler, *flags, "-shared", *map(str, objects), "-o", str(out)])
+            _run([*compiler, *flags, "-shared", *map(str, objects), "-o", str(out)])
             out.replace(made)
     except OSError as error:
         raise NotCompiled(f"{made.parent} cannot be written: {error.strerror}") from None

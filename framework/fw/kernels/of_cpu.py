@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from fw.kernels.build import NotCompiled, library
 from fw.planned import planned_gpu
 
 DTYPES = (torch.bfloat16, torch.float32)
@@ -15,8 +16,19 @@ _PLAIN = (Tensor, nn.Parameter, FakeTensor)
 
 
 def wanted() -> bool:
-    """Whether training is to use these kernels: ``FW_TRAINING_KERNELS=on``, in the environment of a plan as in that of a run."""
-    return os.environ.get("FW_TRAINING_KERNELS") == "on"
+    """Whether training is to use these kernels: unless ``FW_TRAINING_KERNELS=off``, in the environment of a plan as in that of a run."""
+    return os.environ.get("FW_TRAINING_KERNELS") != "off"
+
+
+def missing() -> str | None:
+    """Why these kernels do not train here although nobody turned them off, as a sentence."""
+    if not wanted() or os.environ.get("FW_KERNELS") == "off":
+        return None
+    try:
+        library()
+    except NotCompiled as why:
+        return str(why)
+    return None
 
 
 def of_cpu(*tensors: Tensor) -> bool:

@@ -12,6 +12,7 @@ from fw.checkpointing.quantized_files import quantization_for, weights_of
 from fw.checkpointing.ranks import OneRank
 from fw.checkpointing.tensor_files import weights_for
 from fw.errors import UserError
+from fw.kernels.of_cpu import missing
 from fw.kinds.checkpoint import Ranks, Reader
 from fw.kinds.data import Corpus, Say
 from fw.recipe import Recipe, World
@@ -96,6 +97,8 @@ def note(recipe: Recipe, device: torch.device) -> None:
         say(f"warning: {advice}")
     if text := recipe.step_spec(device).optimizer.note:
         say(text)
+    if device.type == "cpu" and (why := missing()):
+        say(f"CPU kernels are not compiled, and training takes torch's operators: {why}")
     if recipe.names["peft"] != ("none",) and recipe.model.weights is None:
         say("the base has initial values, and checkpoints hold adapters alone; to begin from a model: model={name: auto, path: DIRECTORY}")
 
