@@ -34,10 +34,9 @@ import json, sys
 import torch
 from fw.config import Config, overridden
 from fw.inference.prepare import prepare
-from fw.inference.sampling import gathered
 from fw.inference.steady import sizes_on_gpu
 from fw.inference.warm_up import warm_up
-from fw.planning.generation import _worst_step
+from fw.planning.worst_step import WorstStep
 from fw.recipe.inference import resolve_inference
 
 recipe = resolve_inference(overridden(Config("test", {}, {}), sys.argv[2:]))
@@ -45,8 +44,7 @@ prepared = prepare(sys.argv[1], recipe, None, lambda told: None)
 load = torch.cuda.max_memory_allocated()
 torch.cuda.reset_peak_memory_stats()
 warm_up(prepared.own.runner, prepared.own.cache, prepared.own.context, sizes_on_gpu(recipe.inference.max_sequences))
-rows = prepared.own.runner.run(_worst_step(prepared, recipe))
-gathered([rows_RV[-1] for rows_RV in rows], range(len(rows)))
+WorstStep(prepared, recipe).run()
 torch.cuda.synchronize()
 weights = sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in prepared.own.model.parameters()}.values())
 taken = {"load": load, "allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved(), "weights": weights}

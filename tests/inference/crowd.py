@@ -60,7 +60,9 @@ class Arithmetic:
     def run(self, pieces: Sequence[Piece], tokens_T: Tensor | None = None) -> list[Tensor]:
         if self.scheduler.waiting:
             first, last = self.scheduler.waiting[0], self.scheduler.running[-1]
-            assert first.request.priority >= last.request.priority, "who goes first does not wait for who goes last"
+            stay = [each for each in self.scheduler.running if each.request.priority <= first.request.priority]
+            fits = sum(1 + each.copies for each in (first, *stay)) <= self.scheduler.most
+            assert first.request.priority >= last.request.priority or not fits, "who goes first does not wait for who goes last"
         self.cache.begin([piece.stretch for piece in pieces])
         if tokens_T is None:
             tokens_T = torch.tensor([offset(piece.adapter) + token for piece in pieces for token in piece.tokens])
@@ -77,10 +79,16 @@ class Arithmetic:
         table = self.cache.pool.tables[piece.stretch.sequence]
         held = keys[table].flatten().long().tolist()[: piece.stretch.end]
         assert held == (-values[table]).flatten().long().tolist()[: piece.stretch.end]
-        rows = torch.zeros(len(piece.wanted), VOCABULARY)
-        for row, at in enumerate(piece.wanted):
-            rows[row, following(held[: piece.stretch.start + at + 1])] = 9.0
-        return rows
+
+        def rows_of(positions: range) -> Tensor:
+            rows = torch.zeros(len(positions), VOCABULARY)
+            for row, at in enumerate(positions):
+                rows[row, following(held[: piece.stretch.start + at + 1])] = 9.0
+            return rows
+
+        if piece.score is not None and piece.scored:
+            piece.score(rows_of(piece.scored))
+        return rows_of(piece.wanted)
 
 
 class Crowd:

@@ -158,5 +158,5 @@ def test_files_of_prompts(directory, adapters, prompts, expected, tmp_path):
     ids = [token for token in expected["narrow"][0][0] if token >= tokens.FIRST]
     assert told[3]["response"]["body"]["choices"][0]["text"] == fw.load_tokenizer(directory).decode(ids)
     assert "there is no adapter 'other'" in told[4]["error"]
-    refused = run_fw("generate", str(directory), "a", "--adapters", "n")
+    refused = run_fw("generate", str(directory), *files, "--adapters", "n")
     assert refused.code == 2 and "--adapters n: give NAME=DIR" in refused.err

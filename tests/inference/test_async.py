@@ -46,6 +46,15 @@ def test_answers_as_they_come(llm):
     assert not [thread for thread in threading.enumerate() if thread.name == "fw engine"]
 
 
+def test_not_beside_a_stream_that_makes_steps_of_its_own(llm):
+    stream = llm.stream("abc", **GREEDY)
+    next(stream)
+    with pytest.raises(UserError, match="a stream is open, which makes steps of its own"):
+        asyncio.run(llm.agenerate("abc"))
+    stream.close()
+    assert asyncio.run(llm.agenerate("abc", **GREEDY)).finish_reason == "length"
+
+
 def test_who_stops_listening_ends_it(llm):
     async def some() -> None:
         heard = 0

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings, strategies as st
 
 import fw as library
 from conftest import fw
@@ -48,6 +50,19 @@ BAD = [
     ('{"prompt": "a", "temperature": "hot"}', "'hot' is no number"),
     ('{"prompt": 5}', "a prompt is a text"),
     ('{"prompt": ""}', "no tokens"),
+    ('{"prompt": [true]}', "a prompt is a text"),
+    ('{"prompt": "a", "adapter": ["x"]}', "adapter: ['x'] is no name"),
+    ('{"prompt": "a", "adapter": 5}', "adapter: 5 is no name"),
+    ('{"prompt": "a", "adapter": "x"}', "there is no adapter 'x'"),
+    ('{"messages": "hello"}', "messages: 'hello' is no list of messages"),
+    ('{"messages": [1, 2]}', "messages: [1, 2] is no list of messages"),
+    ('{"messages": []}', "messages: [] is no list of messages"),
+    ('{"messages": [{"content": "a"}]}', "is no list of messages"),
+    ('{"prompt": "a", "logit_bias": {"3": 1%s}}' % ("0" * 400), "no object of token ids"),
+    ('{"prompt": "a", "temperature": 1%s}' % ("0" * 400), "is more than fp32 holds"),
+    ('{"prompt": "a", "stop_token_ids": [true]}', "no list of token ids"),
+    ('{"custom_id": "q", "url": "/v1/chat/completions", "body": {"messages": "hello"}}', "messages: 'hello' is no list of messages"),
+    ('{"custom_id": "q", "url": "/v1/chat/completions", "body": {"messages": [1, 2]}}', "messages: [1, 2] is no list of messages"),
     ('{"custom_id": "q", "url": "/v1/embeddings", "body": {}}', "neither /v1/chat/completions nor"),
     ('{"custom_id": "q", "url": "/v1/completions", "body": {"prompt": "a", "tools": []}}', "'tools' is not honoured"),
     ('{"custom_id": "q", "url": "/v1/completions", "body": {"prompt": "a", "logit_bias": 5}}', "no object of token ids"),
@@ -136,6 +151,60 @@ def test_a_bad_line_is_kept_and_harms_nobody(llm, tmp_path, bad, why):
         assert kept == (json.loads(bad) if bad.startswith("{") and "not" not in bad[:5] else bad)
 
 
+@pytest.mark.parametrize("levels", [101, 400, 2000, 200_000])
+@pytest.mark.parametrize("around", ["%s", '{"prompt": %s}', '{"custom_id": "q", "url": "/v1/completions", "body": {"prompt": %s}}'])
+def test_a_line_that_is_too_deep(llm, tmp_path, around, levels):
+    bad, target = around % ("[" * levels + "]" * levels), tmp_path / "answers.jsonl"
+    run_batch(llm, written(tmp_path / "in.jsonl", [bad, GOOD[0]]), target, {"max_tokens": 2}, "small", lambda p: None)
+    found = answers(target)
+    assert found[1]["input"] == bad and "text" in found[2]
+    assert ("100 deep" if around != "%s" or levels > 900 else "not a JSON object") in found[1]["error"]
+
+
+ANY = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.sampled_from([10**400, -(10**400), 2**63]) | st.floats() | st.text(max_size=8),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4) | st.sampled_from(["1", "role", "type"]), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+MESSAGES = st.lists(
+    st.fixed_dictionaries({"role": st.sampled_from(["user", "system"]) | ANY, "content": st.text(max_size=4) | ANY}), max_size=2
+)
+NUMBERS = [
+    *("max_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty"),
+    *("frequency_penalty", "seed", "n", "best_of", "logprobs", "prompt_logprobs", "prompt_logprobs_from"),
+]
+REST = ["logit_bias", "stop", "stop_token_ids", "ignore_eos", "skip_special_tokens", "json_schema", "regex", "grammar"]
+SETTINGS = st.dictionaries(
+    st.sampled_from(NUMBERS), st.integers(0, 3) | st.floats(0, 2) | st.sampled_from([10**400, 1e39, 1e-320, -1, True]) | ANY, max_size=4
+).flatmap(lambda numbers: st.dictionaries(st.sampled_from([*REST, "id", "adapter"]), ANY, max_size=2).map(lambda rest: {**numbers, **rest}))
+PROMPT = st.text(max_size=4) | st.lists(st.integers(0, 40), max_size=4) | MESSAGES | ANY
+OWN = st.builds(lambda kind, prompt, more: {**more, kind: prompt}, st.sampled_from(["prompt", "messages"]), PROMPT, SETTINGS)
+OPENAIS = st.builds(
+    lambda url, prompt, settings, more: {
+        "custom_id": "q",
+        "url": url,
+        "body": {"prompt" if "chat" not in url else "messages": prompt, **settings, **more},
+    },
+    st.sampled_from(["/v1/chat/completions", "/v1/completions"]),
+    PROMPT,
+    SETTINGS,
+    st.dictionaries(
+        st.sampled_from(["model", "echo", "top_logprobs", "response_format", "stream", "max_completion_tokens", "user"]), ANY, max_size=2
+    ),
+)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(lines=st.lists(OWN | OPENAIS | ANY, min_size=1, max_size=4), chat=st.booleans())
+def test_no_line_ends_a_batch(llm, tmp_path_factory, lines, chat):
+    place = tmp_path_factory.mktemp("fuzz")
+    source, target = written(place / "in.jsonl", [json.dumps(line) for line in lines]), place / "answers.jsonl"
+    run_batch(llm, source, target, {"max_tokens": 2}, "small", lambda p: None, chat=chat)
+    assert sorted(answers(target)) == list(range(1, 1 + len(lines))) and not len(llm.engine)
+
+
 def test_a_line_that_is_no_text(llm, tmp_path):
     source = tmp_path / "in.jsonl"
     source.write_bytes(b'{"prompt": "\xff"}\n{"prompt": "a"}\n')
@@ -177,13 +246,27 @@ def test_half_of_another_batch_is_left_alone(llm, tmp_path):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        run_batch(llm, source, target, {"max_tokens": 4}, "small", stop)
+        run_batch(llm, source, target, {"max_tokens": 4, "logit_bias": {5: 1.0}}, "small", stop)
     assert not len(llm.engine)
-    with pytest.raises(UserError, match="half of another batch"):
-        run_batch(llm, source, target, {"max_tokens": 5}, "small", lambda p: None)
+
+    def again(model="small", **more):
+        return run_batch(llm, source, target, {"max_tokens": 4, "logit_bias": {5: 1.0}, **more}, model, lambda p: None)
+
+    schemas = '(logit_bias: {"5": 1.0}, and now {}; json_schema: none, and now {"type": "integer"})'
+    for ask, why in (
+        (lambda: again(max_tokens=5), "(max_tokens: 4, and now 5)"),
+        (lambda: again(logit_bias={5: 2.0}), '(logit_bias: {"5": 1.0}, and now {"5": 2.0})'),
+        (lambda: again(logit_bias={}, json_schema={"type": "integer"}), schemas),
+        (lambda: again("other"), "(model: small, and now other)"),
+    ):
+        with pytest.raises(UserError, match=f"half of another batch {re.escape(why)}; ask as that did, or remove it and"):
+            ask()
+    before = source.read_text()
     written(source, GOOD[:2])
-    with pytest.raises(UserError, match="half of another batch"):
-        run_batch(llm, source, target, {"max_tokens": 4}, "small", lambda p: None)
+    with pytest.raises(UserError, match=r"half of another batch \(other prompts\)"):
+        again()
+    source.write_text(before)
+    assert again(logit_bias={"5": 1}).done == 1, "the same, as JSON has it"
 
 
 def test_the_terminal(directory, tmp_path):

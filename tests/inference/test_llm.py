@@ -16,6 +16,8 @@ from transformers import AutoModelForCausalLM
 import fw
 import tokens
 from fw.errors import UserError
+from fw.evaluating.scoring import Continuation, scores
+from fw.inference.prepare import device_of
 from fw.kernels import linear
 from fw.meter.memory import anonymous_bytes
 
@@ -54,6 +56,61 @@ def test_answers_as_they_come(llm):
     next(stream)
     stream.close()
     assert not len(llm.engine), "who stops listening ends it"
+
+
+def test_answers_as_they_come_beside_others(llm):
+    """Streams in turns, and whatever else is asked between two of their tokens, on any of which the last of another may come."""
+    prompts = [PROMPT, "abc", "hello"]
+    lengths = [9, 30, 17]
+    expected = [alone(llm, prompt, max_tokens=most).token_ids for prompt, most in zip(prompts, lengths, strict=True)]
+    embedded = llm.embed("abc")
+    (score,) = scores(llm, [Continuation([5, 6], [7])])
+    streams = [llm.stream(prompt, temperature=0, max_tokens=most) for prompt, most in zip(prompts, lengths, strict=True)]
+    found: list[list[int | None]] = [[], [], []]
+    for turn in range(31):
+        for stream, so_far in zip(streams, found, strict=True):
+            if (delta := next(stream, None)) is not None:
+                so_far.append(delta.token)
+        if turn % 3 == 0:
+            assert alone(llm, "abc", max_tokens=12).token_ids == expected[1][:12]
+            assert llm.embed("abc") == [pytest.approx(embedded[0], abs=1e-5)]
+            assert scores(llm, [Continuation([5, 6], [7])])[0].logprob == pytest.approx(score.logprob, abs=1e-5)
+    assert found == expected and not len(llm.engine)
+
+
+def test_a_stream_whose_result_somebody_else_took_says_so(llm):
+    stream = llm.stream(PROMPT, temperature=0, max_tokens=3)
+    next(stream)
+    while len(llm.engine):
+        llm.engine.step()
+    with pytest.raises(RuntimeError, match=r"step by LLM\.step"):
+        list(stream)
+
+
+def test_logits_that_are_no_numbers_end_an_answer(directory):
+    """And no other one of the same steps."""
+    llm = fw.LLM(directory, dtype="fp32")
+    run = llm.engine.runner.run
+    expected = alone(llm, "abc").token_ids
+
+    def broken(pieces):
+        return [rows_RV * torch.nan if len(piece.tokens) == 9 else rows_RV for piece, rows_RV in zip(pieces, run(pieces), strict=True)]
+
+    llm.engine.runner.run = broken
+    llm.engine.add("broken", [5] * 9, llm.sampling(temperature=0, n=2))
+    llm.engine.add("whole", llm.encode("abc"), llm.sampling(temperature=0, max_tokens=12))
+    deltas, results = llm.engine.step()
+    assert [(delta.token, delta.finish_reason) for delta in deltas[:2]] == [(None, "abort")] * 2
+    (result,) = results
+    assert result.error.startswith("no token can be chosen") and [each.token_ids for each in result.completions] == [[], []]
+    while len(llm.engine):
+        _, results = llm.engine.step()
+    assert results[0].token_ids == expected
+    with pytest.raises(UserError, match="no token can be chosen"):
+        llm.generate([[5] * 9])
+    with pytest.raises(UserError, match="no token can be chosen"):
+        list(llm.stream([5] * 9))
+    assert not len(llm.engine)
 
 
 def test_chance_comes_from_the_seed_alone(llm):
@@ -110,6 +167,51 @@ def test_the_models_own_ways(directory, tmp_path):
     assert alone(llm, PROMPT, max_tokens=30, ignore_eos=True).token_ids == greedy.token_ids
     longer = alone(llm, PROMPT, max_tokens=30, min_tokens=10).token_ids
     assert len(longer) >= 10 and end not in longer[:9]
+
+
+def test_a_model_that_is_not_drawn_from(directory, tmp_path):
+    """As transformers generates with the file: the likeliest tokens, and the penalty; a request may say otherwise."""
+    shutil.copytree(directory, tmp_path, dirs_exist_ok=True)
+    said = {"do_sample": False, "temperature": 0.7, "top_k": 3, "repetition_penalty": 1.3}
+    (tmp_path / "generation_config.json").write_text(json.dumps(said))
+    llm = fw.LLM(tmp_path, dtype="fp32")
+    (result,) = llm.generate(PROMPT, max_tokens=20, ignore_eos=True)
+    theirs, ids = AutoModelForCausalLM.from_pretrained(tmp_path), torch.tensor([result.prompt_token_ids])
+    assert theirs.generation_config.repetition_penalty == 1.3
+    expected = theirs.generate(ids, max_new_tokens=20, eos_token_id=None, pad_token_id=0)[0, ids.shape[1] :]
+    assert result.token_ids == expected.tolist() != alone(llm, PROMPT, max_tokens=20, ignore_eos=True, repetition_penalty=1.0).token_ids
+    drawn = llm.sampling(temperature=0.9)
+    assert (drawn.temperature, drawn.top_k, drawn.repetition_penalty) == (0.9, 0, 1.3)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"temperature": 0.7, "repetition_penalty": 1.3}))
+    unsaid = fw.LLM(tmp_path, dtype="fp32").defaults
+    assert (unsaid.temperature, unsaid.repetition_penalty) == (1.0, 1.3)
+
+
+def test_an_end_that_the_model_does_not_have(directory, tmp_path):
+    shutil.copytree(directory, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 131, -1]}))
+    llm = fw.LLM(tmp_path, dtype="fp32")
+    assert llm.engine.ends == {2}
+    assert len(alone(llm, PROMPT, min_tokens=12).token_ids) == 12
+
+
+def test_a_decoder_that_is_for_whole_texts_alone(directory, tmp_path):
+    """Before there are requests, which would be in the way of others."""
+    shutil.copytree(directory, tmp_path, dirs_exist_ok=True)
+    tokenizer = json.loads((tmp_path / "tokenizer.json").read_text())
+    tokenizer["decoder"] = {"type": "WordPiece", "prefix": "##", "cleanup": True}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(UserError, match=r"answers are given as they come, and .* piece by piece with the decoder WordPiece"):
+        fw.LLM(tmp_path)
+
+
+@pytest.mark.parametrize("count, there", [(1, "cuda:0 alone"), (2, "cuda:0 to cuda:1")])
+def test_a_gpu_that_is_not_there(monkeypatch, count, there):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    assert device_of(f"cuda:{count - 1}") == torch.device("cuda", count - 1)
+    with pytest.raises(UserError, match=f"inference.device: 'cuda:9' is not there; this machine has {there}"):
+        device_of("cuda:9")
 
 
 def test_an_adapter_stays_beside_the_weights(directory, tmp_path):

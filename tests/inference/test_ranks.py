@@ -10,6 +10,7 @@ import select
 import signal
 import subprocess
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,8 @@ import tokens
 from conftest import fw as run_fw
 from fw.errors import RunError, UserError
 from fw.inference.collective import Group
+from fw.inference.ranks import First
+from fw.inference.steady import Way
 from fw.kernels import linear, meeting
 from models.architectures import CASES, VOCABULARY
 
@@ -133,6 +136,72 @@ def test_recorded_steps(small_model, load, cache, weights):
     assert [r.logprobs for r in alone] == [r.logprobs for r in recorded.generate(prompts(), **settings)]
 
 
+@pytest.fixture
+def hears(monkeypatch):
+    """Which ways the first rank goes."""
+    ways = []
+    step = First.step
+
+    @contextmanager
+    def heard(self, pieces, way):
+        ways.append(way)
+        with step(self, pieces, way):
+            yield
+
+    monkeypatch.setattr(First, "step", heard)
+    return ways
+
+
+@in_kernels
+@pytest.mark.skipif(not linear.available(), reason="no compiler")
+def test_all_ranks_go_the_same_way(small_model, load, hears):
+    """What is recorded when does not depend on what the first rank alone sees: whose hidden states are wanted, and hooks. A rank that was
+    ahead would add up numbers of other steps, or wait for ever for more."""
+    directory = small_model("llama")
+    llm, whole = load(directory), fw.LLM(directory, dtype="fp32", kv_cache=CACHES["paged"])
+    settings = {"temperature": 0, "ignore_eos": True, "logprobs": 0}
+
+    def same(asked, tokens) -> None:
+        found, like = (each.generate(asked, max_tokens=tokens, **settings) for each in (llm, whole))
+        assert [r.token_ids for r in found] == [r.token_ids for r in like]
+        for one, other in zip(found, like, strict=True):
+            assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
+
+    same([[5, 6, 7]], 2)
+    assert llm.embed([[5, 6, 7]])[0] == pytest.approx(whole.embed([[5, 6, 7]])[0], abs=1e-4)
+    same([[5]], 4)
+    assert hears == [Way.PYTHON] * 4 + [Way.RECORDED, Way.COMPARED, Way.REPEATED]
+    with llm.model.blocks[0].register_forward_hook(lambda *_: None):
+        same([[5, 6, 7], [8]], 4)
+    same([[5], [9]], 4)
+    assert hears[-4:] == [Way.RECORDED, Way.COMPARED, Way.REPEATED, Way.REPEATED]
+
+
+@in_kernels
+def test_embeddings_among_answers(small_model, load):
+    """In the same steps, and prompts that are scored."""
+    directory = small_model("llama")
+    found = []
+    for llm in (load(directory), fw.LLM(directory, dtype="fp32", kv_cache=CACHES["paged"])):
+        results = {}
+        for round in range(3):
+            for number, prompt in enumerate(prompts()):
+                sampling = llm.sampling(max_tokens=4 + 3 * number, temperature=0, ignore_eos=True, prompt_logprobs=2 * round or None)
+                llm.engine.add(f"{round} answer {number}", prompt, sampling)
+                pooling = ("mean", "last")[number % 2]
+                llm.engine.add(f"{round} embedding {number}", prompt[::-1], llm.sampling(), pooling=pooling)
+                results |= {result.key: result for result in llm.engine.step()[1]}
+            while len(llm.engine):
+                results |= {result.key: result for result in llm.engine.step()[1]}
+        found.append(results)
+    ours, theirs = found
+    assert ours.keys() == theirs.keys() and len(ours) == 30
+    for key, result in ours.items():
+        assert [c.token_ids for c in result.completions] == [c.token_ids for c in theirs[key].completions], key
+        assert result.embedding == pytest.approx(theirs[key].embedding, abs=1e-4), key
+        assert result.prompt_logprobs == pytest.approx(theirs[key].prompt_logprobs, abs=1e-4), key
+
+
 def test_without_kernels(small_model, load, monkeypatch):
     monkeypatch.setattr(meeting, "available", lambda: False)
     llm = load(small_model("gpt2"))
@@ -220,11 +289,11 @@ import fw
 llm = fw.LLM(sys.argv[1], tensor=2, dtype="fp32")
 before = llm.generate([[5, 6, 7]], max_tokens=40, temperature=0, ignore_eos=True)[0].token_ids
 step, count = llm.engine.runner._run, []
-def interrupted(pieces, tokens_T):
+def interrupted(*step_of):
     count.append(1)
     if len(count) == 5:
         signal.raise_signal(signal.SIGINT)
-    return step(pieces, tokens_T)
+    return step(*step_of)
 llm.engine.runner._run = interrupted
 try:
     llm.generate([[5, 6, 7]], max_tokens=40, temperature=0, ignore_eos=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import count
+from sys import float_info
 
 import pytest
 import torch
@@ -105,10 +106,41 @@ def test_bias_and_the_least_number_of_tokens():
     assert choose(row[None], [answer([1], temperature=0, min_tokens=1)], [], frozenset([best])).told().tokens == [best], "enough"
 
 
+@pytest.mark.parametrize("settings", [{"top_p": float_info.min}, {"temperature": 9e-6}, {"temperature": 1e-45}, {"temperature": 5e-324}])
+def test_what_leaves_the_likeliest_alone(settings):
+    """Numbers that are 0 in fp32, or by which logits are more than it holds."""
+    rows = torch.stack([logits(n) for n in range(8)])
+    answers = [answer(**settings) for _ in rows]
+    assert choose(rows, answers, [], frozenset()).told().tokens == rows.argmax(-1).tolist()
+
+
+def test_large_numbers_stay_numbers():
+    """A bias that no other logit comes near, of a low temperature; a temperature at which all are alike but for what a form rules out."""
+    bias = answer(temperature=2e-5, top_p=0.9, logit_bias={77: 1e38})
+    assert choose(logits()[None], [bias], [], frozenset()).told().tokens == [77]
+    row = logits().index_fill(0, torch.arange(100), -torch.inf)
+    torch.testing.assert_close(probabilities(row, Sampling(temperature=3e38)), torch.tensor([0.0, 0.01]).repeat_interleave(100))
+
+
+@pytest.mark.parametrize("settings", [{"temperature": 0}, {"temperature": 0.8, "top_p": 0.9}])
+def test_no_token_where_there_is_none(settings):
+    """Of logits that are not numbers, or all ruled out; other rows are as they would be."""
+    whole, broken = logits(), logits()
+    broken[3] = torch.nan
+    rows = [whole, broken, torch.full_like(whole, -torch.inf), whole.index_fill(0, torch.tensor(4), torch.inf)]
+    for asked in ([], [0, 1, 2, 3]):
+        tokens = choose(rows, [answer(**settings) for _ in rows], asked, frozenset()).told().tokens
+        assert tokens[0] is not None and tokens[1:] == [None] * 3
+
+
 @pytest.mark.parametrize(
     "settings, said",
     [
         ({"temperature": -1}, "temperature: -1 is not at least 0"),
+        ({"temperature": float("inf")}, "temperature: inf is more than fp32 holds"),
+        ({"logit_bias": {5: float("inf")}}, "logit_bias: inf of token 5 is no number that fp32 holds"),
+        ({"logit_bias": {"6": -1e39}}, r"logit_bias: -1e\+39 of token 6"),
+        ({"logit_bias": {6: float("nan")}}, "logit_bias: nan of token 6"),
         ({"top_p": 0}, "top_p and repetition_penalty must be above 0"),
         ({"top_p": 1.5}, "top_p: 1.5 is not between 0 and 1"),
         ({"n": 3, "best_of": 2}, "best_of: 2 is not at least 3"),

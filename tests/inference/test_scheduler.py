@@ -159,6 +159,23 @@ def test_who_goes_first_takes_the_place_of_who_goes_last(blocks, n):
     assert crowd.engine.scheduler.prompt_tokens == 30, "each of them counts once"
 
 
+def test_who_goes_first_takes_no_place_that_does_not_help():
+    """It needs more than all have that go after it: they go on until there are as many."""
+    crowd = Crowd(blocks=40, max_sequences=3, step_tokens=40)
+    crowd.add("first", [5] * 4, max_tokens=4, ignore_eos=True, n=2)
+    crowd.add("last", [6] * 4, priority=1, max_tokens=9, ignore_eos=True)
+    crowd.step()
+    crowd.add("wide", [7] * 4, max_tokens=3, ignore_eos=True, n=3)
+    for _ in range(3):
+        crowd.step()
+    assert list(crowd.results) == ["first"] and crowd.engine._requests["last"].answers[0].generated == 4
+    assert crowd.engine.scheduler.preemptions == 0
+    crowd.step()
+    assert crowd.engine.scheduler.preemptions == 1, "now it helps"
+    crowd.settle()
+    assert list(crowd.results) == ["first", "wide", "last"]
+
+
 @pytest.mark.parametrize("aborted", [False, True])
 def test_nothing_is_left_of_a_request_that_has_ended(aborted):
     """At once, though nobody collects garbage: circles of thousands of requests would be megabytes."""
@@ -186,6 +203,7 @@ def test_what_is_refused_at_once():
         ([5] * 20, {}, "20 tokens, and prompt and answer together at most 20"),
         ([VOCABULARY], {}, f"token {VOCABULARY}, and the model has {VOCABULARY}"),
         ([5], {"n": 4}, "4 answers are more than run at once"),
+        ([5] * 9, {"min_tokens": 12}, "min_tokens: 12 are more than the 11 that the prompt leaves of 20"),
         ([5], {"stop_token_ids": [-1]}, "stop_token_ids has token -1"),
     ):
         with pytest.raises(UserError, match=said):

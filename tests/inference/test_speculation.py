@@ -134,6 +134,29 @@ def test_a_draft_that_is_the_model_is_always_right(directory):
     assert llm.engine.guesses == llm.engine.right_guesses == 75
 
 
+@pytest.mark.parametrize("cache", ["paged", "contiguous"])
+def test_a_draft_without_the_models_last_rows(directory, other, tmp_path, cache):
+    """Which no token of the tokenizer has; a prompt and a bias may, and nobody guesses then."""
+    places = [tmp_path / name for name in ("model", "draft")]
+    for place, source in zip(places, (directory, other), strict=True):
+        shutil.copytree(source, place)
+        tokens.save(place, 120)
+    config = AutoConfig.from_pretrained(other)
+    config.vocab_size = 120
+    AutoModelForCausalLM.from_config(config).save_pretrained(places[1])
+    plain = fw.LLM(places[0], dtype="bf16", kv_cache=cache)
+    llm = fw.LLM(places[0], dtype="bf16", kv_cache=cache, speculate=3, draft=str(places[1]), step_tokens=24, max_sequences=4)
+    asked = {"max_tokens": 20, "temperature": 0, "ignore_eos": True}
+    prompts = [[1, 120, *range(5, 40)], [1, *range(5, 60), 130], [1, 8, 9], [1, 4, 5, 6]]
+    same_answers(llm.generate(prompts, **asked), plain.generate(prompts, **asked))
+    assert llm.engine.guesses > 0, "for those that have no such token"
+    before = llm.engine.guesses
+    biased = llm.generate(prompts[2], **asked, logit_bias={125: 1000.0})
+    same_answers(biased, plain.generate(prompts[2], **asked, logit_bias={125: 1000.0}))
+    assert biased[0].token_ids == [125] * 20 and llm.engine.guesses == before
+    assert not llm.engine.guesser._strange and not llm.engine.guesser._written, "nothing is left of them"
+
+
 def test_a_long_prompt_is_caught_up_with(directory):
     """The draft computes no more at once than a step of the model does."""
     prompt = "the quick brown fox " * 8

@@ -10,9 +10,11 @@ from torch import nn
 
 import fw
 import tokens
-from fw.inference.steady import sizes_on_gpu
+from fw.inference.cached import Piece
+from fw.inference.steady import Way, sizes_on_gpu
 from fw.kernels import linear
 from fw.kernels.build import library
+from fw.kinds.kv_cache import Stretch
 from fw_plugins.kv_cache import in_blocks
 from models.architectures import CASES, VOCABULARY
 
@@ -214,3 +216,18 @@ def test_what_there_is_no_room_for_is_not_warm(small_model):
     llm = fw.LLM(small_model("llama"), dtype="fp32", kv_cache=CACHES["paged"], max_context=8, kv_budget="8KiB")
     llm.engine.warm_up([200, 1])
     assert len(llm.engine.runner.steady._known) == 1 and not llm.engine.scheduler.cache.pool.tables
+
+
+def test_a_rank_that_has_no_recording_computes_as_often_as_the_first_one(small_model):
+    """Which has one, and by which way."""
+    llm = fw.LLM(small_model("llama"), dtype="fp32", kv_cache=CACHES["paged"])
+    runner, cache, calls = llm.engine.runner, llm.engine.scheduler.cache, []
+    llm.model.blocks[0].register_forward_hook(lambda *_: calls.append(1))
+    assert cache.reserve(0, 0, 3)
+    piece = Piece(Stretch(0, 0, 3), [5, 6, 7], range(2, 3))
+    (expected,) = runner.run([piece])
+    runner.steady.refused = "cannot"
+    for way, times in ((Way.PYTHON, 1), (Way.RECORDED, 1), (Way.COMPARED, 2), (Way.REPEATED, 1)):
+        calls.clear()
+        (found,) = runner.run([piece], way=way)
+        assert torch.equal(found, expected) and len(calls) == times, way

@@ -6,18 +6,23 @@ import json
 import mmap
 import shutil
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import fw
+import tokens
 from conftest import fw as command
 from fw.config import Config, overridden
 from fw.errors import UserError
 from fw.inference.cached import Piece
 from fw.inference.divided import Several
 from fw.inference.prepare import prepare
-from fw.inference.sampling import gathered
+from fw.inference.ranks import of_others
+from fw.inference.sampling import choose
+from fw.inference.telling import tell_prompt
 from fw.kernels import linear, meeting
 from fw.kernels.meeting import Meeting
 from fw.kernels.room import Room
@@ -27,6 +32,7 @@ from fw.meter.document import MemoryDocument
 from fw.meter.step_memory import RULES
 from fw.planning.generation import plan_generation
 from fw.recipe.inference import resolve_inference
+from planning.asked import DRAWN, answers
 
 CPU = torch.device("cpu")
 
@@ -44,21 +50,29 @@ def most(history, files: frozenset[int] = frozenset()) -> int:
     return highest
 
 
-def measured(directory, chosen, ranks=None) -> tuple[int, int]:
-    """At most while it is loaded, and in a step of as many tokens as there may be, at the end of the context."""
+def measured(directory, chosen, ranks=None, context=0) -> tuple[int, int]:
+    """At most while it is loaded, and in a step of as many tokens as there may be, at the end of the context, of all of which
+    log-probabilities are wanted; and on the first rank in the choice of the next ones, drawn alike, and not."""
+    further = ranks is not None and ranks.rank > 0
     with allocations(CPU, RULES) as loading:
-        prepared = prepare(directory, chosen, None, print, ranks=ranks)
+        prepared = prepare(directory, of_others(chosen) if further else chosen, None, print, ranks=ranks)
     own, options = prepared.own, chosen.inference
+    context = context or own.context
     length = options.step_tokens // options.max_sequences
-    length = min(length, own.context)
+    length = min(length, context)
+    known = 1 + options.speculate
+    asked = answers(options.max_sequences, length + 1, others=0.7)
     pieces = []
-    for number in range(options.max_sequences):
-        for at in range(0, own.context, options.prompt_share):
-            assert own.cache.reserve(number, at, min(own.context, at + options.prompt_share))
-        pieces.append(Piece(Stretch(number, own.context - length, length), [3] * length, range(length - 1, length)))
+    for number, answer in enumerate(asked):
+        for at in range(0, context, options.prompt_share):
+            assert own.cache.reserve(number, at, min(context, at + options.prompt_share))
+        stretch = Stretch(number, context - length, length)
+        score = None if further else partial(tell_prompt, answer.request)
+        pieces.append(Piece(stretch, [3] * length, range(length - known, length), scored=range(length), score=score))
     with allocations(CPU, RULES) as found:
         rows = own.runner.run(pieces)
-        gathered([row[-1] for row in rows], range(len(rows)))
+        for others in () if further else (0.7, 0.8):
+            choose([row[-1] for row in rows], answers(options.max_sequences, length, others), range(len(rows)), frozenset())
     sizes = frozenset(file.stat().st_size for file in directory.glob("*.safetensors"))
     return most(loading.history, sizes), most(found.history)
 
@@ -107,6 +121,53 @@ def test_every_byte_of_several_ranks(small_model, case, dtype, watched):
         load, step = measured(small_model(case), chosen, Several(rank.rank, 2, "inference.tensor", met))
         one = replace(planned, per_rank=[rank])
         assert (one.largest.phases["load"].allocated_peak, besides(one)) == (load, step), rank.rank
+
+
+@pytest.mark.skipif(not meeting.available(), reason="no compiler")
+def test_a_draft_is_the_first_ranks(small_model, watched):
+    """Others check its guesses, and have neither its weights nor its keys and values; their own are as many as on the first rank."""
+    directory, draft = small_model("llama"), small_model("llama-mha-tied")
+    options = ["inference.step_tokens=64", "inference.dtype=fp32", "inference.tensor=2", "inference.kv_budget=720000B"]
+    chosen = recipe(*options, f"inference.draft={draft}", "inference.speculate=4")
+    first, other = plan_generation(directory, chosen).per_rank
+    alone = plan_generation(directory, recipe(*options)).per_rank[1]
+    assert other.at_peak["parameters"] == alone.at_peak["parameters"]
+    assert first.at_peak["parameters"] - other.at_peak["parameters"] >= sum(x.nbytes for x in fw.load_model(draft).parameters())
+    token, of_draft = 3 * 2 * 1 * 12 * 4, 3 * 2 * 4 * 12 * 4
+    share = 720_000 * token // (token + of_draft)
+    assert other.at_peak["kv"] == share // (16 * token) * 16 * token, "in whole blocks"
+    met = Meeting(mmap.mmap(-1, meeting.memory_bytes(2)), 1, 2)
+    met.end()
+    second = Several(1, 2, "inference.tensor", met)
+    second.agreed = lambda value: share
+    load, step = measured(directory, chosen, second, context=share // token // 4 // 16 * 16)
+    assert (other.phases["load"].allocated_peak, besides(replace(plan_generation(directory, chosen), per_rank=[other]))) == (load, step)
+
+
+@pytest.fixture
+def wide(tmp_path):
+    """A model whose logits take most of a step."""
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    LlamaForCausalLM(LlamaConfig(vocab_size=5000, max_position_embeddings=512, **shape)).save_pretrained(tmp_path)
+    tokens.save(tmp_path, 5000)
+    return tmp_path
+
+
+@pytest.mark.parametrize("sequences", [1, 4, 24])
+def test_what_requests_ask_for_is_planned(wide, sequences):
+    """Log-probabilities of prompts, choices by any rule, guesses: what there is at any time is less than was planned."""
+    options = {"dtype": "fp32", "max_sequences": sequences, "step_tokens": 512, "speculate": 3, "replay": False, "kv_budget": "4MiB"}
+    words = [f"inference.{name}={value}" for name, value in options.items()]
+    planned = besides(plan_generation(wide, recipe(*words)))
+    logits = 5000 * 4
+    assert planned < 2 * max(32, 12 * sequences) * logits + 1_000_000, "of 512 rows they are never there at once"
+    llm = fw.LLM(wide, device="cpu", **options)
+    prompt = [number % 9 + 5 for number in range(300)]
+    asked = [prompt[number:] for number in range(max(3, sequences))]
+    with allocations(CPU, RULES) as found:
+        results = llm.generate(asked, max_tokens=8, **DRAWN, logit_bias={7: 100}, logprobs=5, prompt_logprobs=5, ignore_eos=True)
+    assert all(len(r.prompt_logprobs) == len(r.prompt_token_ids) - 1 for r in results) and llm.engine.guesses
+    assert most(found.history) <= planned
 
 
 @pytest.mark.parametrize("quantization", ["w4a16 symmetric=true", "w4a16 symmetric=false", "w8a16 symmetric=true"])

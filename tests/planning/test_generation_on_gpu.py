@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import contextmanager
+from functools import partial
 
 import numpy as np
 import pytest
@@ -15,7 +16,8 @@ from fw.config import Config, overridden
 from fw.errors import UserError
 from fw.inference.cached import Piece
 from fw.inference.prepare import prepare
-from fw.inference.sampling import gathered
+from fw.inference.sampling import choose
+from fw.inference.telling import tell_prompt
 from fw.kinds.kv_cache import Stretch
 from fw.meter.allocations import allocations
 from fw.meter.devices import DEVICES, MIB
@@ -23,7 +25,9 @@ from fw.meter.step_memory import RULES
 from fw.planned import PlannedGPU, planning_for
 from fw.planning.ask import plan
 from fw.planning.generation import plan_generation
+from fw.planning.gpu import Gpu
 from fw.recipe.inference import resolve_inference
+from planning.asked import answers
 
 CPU = torch.device("cpu")
 H100 = DEVICES["h100-80gb"]
@@ -70,18 +74,26 @@ def page_locked_elsewhere():
 
 
 def measured(directory, chosen) -> tuple[int, int]:
-    """The program of a GPU, whose kernels compute nothing, in the CPU's memory: loading, and a step as a plan takes it to be worst."""
+    """The program of a GPU, whose kernels compute nothing, in the CPU's memory: loading, and a step as a plan takes it to be worst, with
+    the one that is begun ahead."""
     with as_on(H100), page_locked_elsewhere(), allocations(CPU, RULES) as loading:
         prepared = prepare(directory, chosen, None, print)
     own, options = prepared.own, chosen.inference
     length = min(options.step_tokens // options.max_sequences, own.context)
-    pieces = []
-    for number in range(options.max_sequences):
+    asked = answers(options.max_sequences, length + 1, others=0.7)
+    pieces, following = [], []
+    for number, answer in enumerate(asked):
         assert own.cache.reserve(number, 0, own.context)
-        pieces.append(Piece(Stretch(number, own.context - length, length), [3] * length, range(length - 1, length)))
+        stretch, score = Stretch(number, own.context - length, length), partial(tell_prompt, answer.request)
+        pieces.append(Piece(stretch, [3] * length, range(length - 1, length), scored=range(length), score=score))
+        following.append(Piece(Stretch(number, own.context - 1, 1), (), range(1)))
     with as_on(H100), page_locked_elsewhere(), allocations(CPU, RULES) as found:
         rows = own.runner.run(pieces)
-        gathered([row[-1] for row in rows], range(len(rows)))
+        for others in (0.8, 0.7):
+            chosen_ones = choose([row[-1] for row in rows], answers(len(rows), length, others), range(len(rows)), frozenset())
+        ahead = own.runner.run(following, chosen_ones.tokens_B)
+        for others in (0.8, 0.7):
+            choose([row[-1] for row in ahead], answers(len(rows), length, others), range(len(rows)), frozenset())
     sizes = frozenset(file.stat().st_size for file in directory.glob("*.safetensors"))
     loaded = [(block, sign) for block, sign in loading.history.changes if block.nbytes not in sizes]
     loading.history.changes[:] = loaded
@@ -166,8 +178,8 @@ def test_recordings_by_hand(model):
 
 def test_what_fits_a_smaller_gpu(model):
     """A budget, and the GPU's memory where there is none; the CPU's options are the CPU's."""
-    small = plan(model, "inference.dtype=bf16", "inference.budget=1GiB", device="rtx4090")
-    assert small.device == "rtx4090" and small.fits and small.budget == 1 << 30
+    small = plan(model, "inference.dtype=bf16", "inference.budget=1280MiB", device="rtx4090")
+    assert small.device == "rtx4090" and small.fits and small.budget == 1280 * MIB
     assert small.budget - small.largest.taken < 64 * MIB, "what is left is for keys and values"
     whole = plan(model, "inference.dtype=bf16", "inference.max_context=2048", "inference.max_sequences=1", device="rtx4090")
     assert whole.budget == DEVICES["rtx4090"].memory_bytes and whole.generation.sequences == 1
@@ -200,3 +212,16 @@ def test_the_command(model):
     assert "1 rank on h100-80gb" in told and "driver" in told and "the budget has room for 64 sequences of 2,048 tokens" in told
     raw = json.loads(command("plan", model, "--device", "a100-40gb", "--json", "inference.dtype=bf16").ok().out)
     assert raw["device"] == "a100-40gb" and raw["per_rank"][0]["driver_peak_bytes"] > raw["per_rank"][0]["reserved_peak_bytes"]
+
+
+@pytest.mark.parametrize("rows, values", [(1, 12 + 8), (16, 8 + 8 + 4 + 12), (128, 8 + 12)])
+def test_sorting_by_hand(rows, values):
+    """Beside keys of 4 bytes and 8-byte indices: of one row at a time, of all as one, and in segments."""
+    taken = []
+    gpu = Gpu(H100, lambda number, block: taken.append(block.nbytes), lambda number: None)
+    x = torch.zeros(rows, 5000, device="meta")
+    gpu.ran(torch.ops.aten.sort.stable, (x,), {}, None)
+    assert sum(taken) == values * x.numel()
+    taken.clear()
+    gpu.ran(torch.ops.aten.sort.stable, (x[:, :4096],), {}, None)
+    assert not taken

@@ -51,6 +51,11 @@ class QuantizedFiles(TensorFiles):
         """None for what is quantized."""
         return None if name in self._stored else super().mapped(name)
 
+    def superfluous(self, name: str) -> bool:
+        """A bias of zeros beside codes, which AutoGPTQ once wrote for layers that have none."""
+        stem, _, end = name.rpartition(".")
+        return end == "bias" and f"{stem}.weight" in self._stored and not bool(self.whole(name).any())
+
     def kept(self, name: str, weight: Quantized) -> Mapping[str, Tensor] | None:
         """As a model keeps it; None where that is another way."""
         return self._open(name).kept(weight) if name in self._stored else None
@@ -76,7 +81,7 @@ def quantization_for(directory: Path | Place) -> QuantizationPlugin | None:
     """The plugin that reads a model directory's ``quantization_config``; None where there is none.
 
     Raises:
-        UserError: no plugin reads it.
+        UserError: no plugin reads it, or one says why it does not.
     """
     found = place(directory)
     try:
@@ -89,7 +94,11 @@ def quantization_for(directory: Path | Place) -> QuantizationPlugin | None:
     known = registry.declared("quantization", "hf_methods")
     where = TensorFiles(found).where
     for name in known.get(method, []):
-        if (plugin := plugin_class(QuantizationPlugin, name).from_hf(config, where)) is not None:
+        try:
+            plugin = plugin_class(QuantizationPlugin, name).from_hf(config, where)
+        except UserError as error:
+            raise UserError(f"{found / CONFIG}: quantization_config: {error}") from None
+        if plugin is not None:
             plugin.look(lambda part: where[part].get_tensor(part))
             return plugin
     raise UserError(

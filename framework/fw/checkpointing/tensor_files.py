@@ -102,6 +102,10 @@ class TensorFiles:
         if self.directory.local is not None:
             leave(source)
 
+    def superfluous(self, name: str) -> bool:
+        """Whether a tensor that a model has no place for changes nothing."""
+        return False
+
     def kept(self, name: str, weight: Quantized) -> Mapping[str, Tensor] | None:
         """Values of the parameters that a model keeps a quantized weight as; None where the files have no such codes."""
         return None
@@ -148,7 +152,8 @@ def weights_for(files: TensorFiles, model: CausalLM) -> Filling:
     expected = parts(model, model.base())
     names = {_full_name(name, expected, model): name for name in files.where}
     repeated = {name: source for name, source in model.hf_repeated().items() if name in names and name not in expected}
-    unexpected = {name for name in set(names) - set(expected) - set(repeated) if not model.hf_superfluous(name)}
+    unexpected = set(names) - set(expected) - set(repeated)
+    unexpected = {name for name in unexpected if not model.hf_superfluous(name) and not files.superfluous(names[name])}
     if problems := _differences(files, names, expected, unexpected, "model"):
         raise UserError(f"the weights in {files.directory} do not fit the model: {'; '.join(problems)}")
     for name, source in repeated.items():

@@ -62,7 +62,7 @@ def scores(llm: LLM, asked: Sequence[Continuation], tell: Callable[[], object] =
                 ids = [*asked[number].before, *own][-context:]
                 llm.engine.add(f"score {number}", ids, _of_last(len(ids) - len(own)))
                 requests[f"score {number}"] = number
-            for result in llm.engine.step()[1]:
+            for result in llm.step()[1]:
                 if (done := requests.pop(result.key, None)) is not None:
                     found[done] = _score(result, asked[done].own)
                     waiting.extendleft(reversed(others.pop(tuple(asked[done].before), [])))

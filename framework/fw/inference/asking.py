@@ -46,7 +46,7 @@ def encode(tokenizer: Tokenizer, prompt: Prompt) -> list[int]:
     """
     if isinstance(prompt, str):
         return tokenizer.encode(prompt)
-    if isinstance(prompt, Sequence) and all(isinstance(item, int) for item in prompt):
+    if isinstance(prompt, Sequence) and all(isinstance(item, int) and not isinstance(item, bool) for item in prompt):
         return list(prompt)  # type: ignore[arg-type]
     if isinstance(prompt, Sequence) and all(isinstance(item, Mapping) for item in prompt):
         return tokenizer.apply_chat_template(prompt, add_generation_prompt=True)  # type: ignore[arg-type]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -12,13 +13,16 @@ from torch import Tensor
 from fw.errors import UserError
 from fw.inference.adapters import Adapter, Adapters
 from fw.inference.divided import Ranks
-from fw.inference.steady import SteadySteps
+from fw.inference.steady import SteadySteps, Way
 from fw.kernels.linear import PlainLinear, available, layer_of, takes
 from fw.kinds.attention import AttentionPlugin, Pattern
 from fw.kinds.kv_cache import KVCache, Stretch
 from fw.kinds.model import CausalLM, Head, LinearHead
 from fw.planned import is_gpu
 from fw.registry import NoOptions
+
+SCORED = 32
+"""Rows whose logits are there at a time, of those that are scored: with fewer, the head's weight is read more often."""
 
 
 class ThroughCache(AttentionPlugin):
@@ -58,6 +62,8 @@ class Piece:
         wanted: positions, from the stretch's start on.
         adapter: that the tokens are computed with.
         hidden: positions likewise, whose hidden states are wanted, and no logits.
+        scored: positions likewise, whose logits ``[at most SCORED, V]`` in fp32 are given to ``score``, one row after another, and are gone
+            afterwards.
     """
 
     stretch: Stretch
@@ -65,6 +71,8 @@ class Piece:
     wanted: range
     adapter: Adapter | None = None
     hidden: range = range(0)
+    scored: range = range(0)
+    score: Callable[[Tensor], object] | None = None
 
 
 class Runner:
@@ -116,25 +124,39 @@ class Runner:
         tied = self._tied[1]
         return head if tied is None else lambda x_D: head.capped(tied(x_D))
 
-    def run(self, pieces: Sequence[Piece], tokens_T: Tensor | None = None) -> list[Tensor]:
+    def run(self, pieces: Sequence[Piece], tokens_T: Tensor | None = None, way: Way | None = None) -> list[Tensor]:
         """Logits ``[wanted, V]`` of each in fp32, or hidden states ``[hidden, D]`` where these are wanted, which are there until the next
         step. Keys and values of all tokens are in the cache afterwards.
 
         Args:
             tokens_T: of all pieces, where they are on the device alone; with one rank.
+            way: that the first rank goes; None on that one.
         """
-        with torch.inference_mode(), self._ranks.step(pieces):
-            return self._run(pieces, tokens_T)
+        way = self._way(pieces) if way is None else way
+        with torch.inference_mode(), self._ranks.step(pieces, way):
+            return self._run(pieces, tokens_T, way)
 
-    def _run(self, pieces: Sequence[Piece], tokens_T: Tensor | None) -> list[Tensor]:
+    def _way(self, pieces: Sequence[Piece]) -> Way:
+        if self.steady is None or any(piece.adapter is not None for piece in pieces):
+            return Way.PYTHON
+        return self.steady.way(pieces)
+
+    def _run(self, pieces: Sequence[Piece], tokens_T: Tensor | None, way: Way) -> list[Tensor]:
         self._adapters.serve([piece.adapter for piece in pieces for _ in range(piece.stretch.length)])
-        plain = all(piece.adapter is None and not piece.hidden for piece in pieces)
-        if plain and self.steady is not None and (logits_RV := self.steady.run(pieces, tokens_T)) is not None:
+        if self.steady is not None and (logits_RV := self.steady.run(way, pieces, tokens_T)) is not None:
             return list(logits_RV.split([len(piece.wanted) for piece in pieces]))
+        if way is Way.COMPARED:
+            self._by_python(pieces, tokens_T)  # what other ranks do by their recordings
+        return self._by_python(pieces, tokens_T)
+
+    def _by_python(self, pieces: Sequence[Piece], tokens_T: Tensor | None) -> list[Tensor]:
         at = [position for piece in pieces for position in range(piece.stretch.start, piece.stretch.end)]
-        rows, hidden, begin = [], [], 0
-        for piece in pieces:
+        rows, begin = [], 0
+        hidden: list[list[int]] = []
+        scored: list[tuple[int, int]] = []
+        for number, piece in enumerate(pieces):
             rows += [begin + row for row in piece.wanted]
+            scored += [(begin + row, number) for row in piece.scored]
             hidden.append([begin + row for row in piece.hidden])
             begin += piece.stretch.length
         self._cache.begin([piece.stretch for piece in pieces])
@@ -142,19 +164,50 @@ class Runner:
         if tokens_T is None:
             tokens_T = torch.tensor([token for piece in pieces for token in piece.tokens], device=self._device)
         ids_1T, positions_1T = tokens_T[None], torch.tensor([at], device=self._device)
-        states: list[Tensor] = []
-        logits_RV = self._logits(ids_1T, positions_1T, wanted_R, states.append if any(hidden) else None)
-        found = list(logits_RV.split([len(piece.wanted) for piece in pieces]))
-        return [states[0][0, rows].float() if rows else logits for rows, logits in zip(hidden, found, strict=True)]
+        states: dict[int, Tensor] = {}
 
-    def _logits(self, ids_1T: Tensor, positions_1T: Tensor, wanted_R: Tensor, see: Callable[[Tensor], None] | None = None) -> Tensor:
+        def see(x_TD: Tensor, logits_of: Callable[[Tensor], Tensor]) -> None:
+            states.update((number, x_TD[rows].float()) for number, rows in enumerate(hidden) if rows)
+            count = -(-len(scored) // SCORED)
+            for part in range(count):  # about as many rows in each: products of few are computed otherwise
+                these = scored[len(scored) * part // count : len(scored) * (part + 1) // count]
+                self._score(pieces, these, logits_of)
+
+        logits_RV = self._logits(ids_1T, positions_1T, wanted_R, see if any(hidden) or scored else None)
+        found = logits_RV.split([len(piece.wanted) for piece in pieces])
+        return [states.get(number, logits_RV) for number, logits_RV in enumerate(found)]
+
+    def _score(self, pieces: Sequence[Piece], scored: Sequence[tuple[int, int]], logits_of: Callable[[Tensor], Tensor]) -> None:
+        """Rows, each of the piece of that number."""
+        logits_RV = logits_of(torch.tensor([row for row, _ in scored], device=self._device))
+        begin = 0
+        for number, its_rows in groupby(number for _, number in scored):
+            end = begin + len(list(its_rows))
+            if (score := pieces[number].score) is not None:  # other ranks than the first have none
+                score(logits_RV[begin:end])
+            begin = end
+
+    def _logits(
+        self,
+        ids_1T: Tensor,
+        positions_1T: Tensor,
+        wanted_R: Tensor,
+        see: Callable[[Tensor, Callable[[Tensor], Tensor]], None] | None = None,
+    ) -> Tensor:
+        """Of the rows that are wanted.
+
+        Args:
+            see: is given hidden states ``[T, D]``, and what makes logits of some of their rows.
+        """
+
         def readout(x_1TD: Tensor, head: Head, auxiliary: Tensor | None) -> Tensor:
+            def logits_of(rows_R: Tensor) -> Tensor:
+                logits_RV = self._through(head)(x_1TD[0, rows_R]).float()
+                return self._ranks.whole_logits(logits_RV, self._model.vocab_size)
+
             if see is not None:
-                see(x_1TD)
-            if not len(wanted_R):
-                return x_1TD.new_empty(0, 0)
-            logits_RV = self._through(head)(x_1TD[0, wanted_R]).float()
-            return self._ranks.whole_logits(logits_RV, self._model.vocab_size)
+                see(x_1TD[0], logits_of)
+            return logits_of(wanted_R) if len(wanted_R) else x_1TD.new_empty(0, 0)
 
         logits_RV: Tensor = self._model(ids_1T, positions_BL=positions_1T, readout=readout)
         return logits_RV

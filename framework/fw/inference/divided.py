@@ -19,6 +19,7 @@ from fw.pretrained.low_rank import LowRankChange
 if TYPE_CHECKING:
     from fw.inference.adapters import Adapter
     from fw.inference.cached import Piece
+    from fw.inference.steady import Way
 
 
 class Ranks:
@@ -56,8 +57,8 @@ class Ranks:
         return value
 
     @contextmanager
-    def step(self, pieces: Sequence[Piece]) -> Iterator[None]:
-        """Around what computes these."""
+    def step(self, pieces: Sequence[Piece], way: Way) -> Iterator[None]:
+        """Around what computes these, that way."""
         yield
 
     def loaded(self, adapter: Adapter, directory: str) -> None:

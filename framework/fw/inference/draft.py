@@ -39,19 +39,33 @@ class DraftModel(Guesser):
     Args:
         runner: of the draft, over ``cache``.
         context: tokens of the longest sequence that it can go on from.
-        vocab_size: of the model that it guesses for.
+        vocab_size: of the model that it guesses for; ``own_vocab_size``, of the draft, which may be smaller or larger.
         step_tokens: most that it computes at once; ``prompt_share``, of one answer.
     """
 
-    def __init__(self, runner: Runner, cache: KVCache, context: int, vocab_size: int, step_tokens: int, prompt_share: int) -> None:
+    def __init__(
+        self,
+        runner: Runner,
+        cache: KVCache,
+        context: int,
+        vocab_size: int,
+        own_vocab_size: int,
+        step_tokens: int,
+        prompt_share: int,
+    ) -> None:
         self.runner, self.cache = runner, cache
-        self._context, self._vocab_size, self._step_tokens, self._prompt_share = context, vocab_size, step_tokens, prompt_share
+        self._context, self._step_tokens, self._prompt_share = context, step_tokens, prompt_share
+        self._vocab_size, self._own_vocab_size = vocab_size, own_vocab_size
         self._written: dict[int, _Written] = {}
+        self._strange: set[int] = set()
+        """Answers with tokens that the draft does not have, by their numbers."""
 
     def guess(self, answers: Sequence[Answer], most: Sequence[int]) -> list[list[int]]:
-        """None for those whose tokens it has not all computed yet, which it goes on with; nor where there is no room."""
+        """None for those whose tokens it has not all computed yet, which it goes on with; nor where there is no room, or a token that it
+        does not have."""
         guessed: dict[Answer, list[int]] = {answer: [] for answer in answers}
-        allowed = {answer: min(n, self._context - len(answer.tokens)) for answer, n in zip(answers, most, strict=True)}
+        here = [(answer, n) for answer, n in zip(answers, most, strict=True) if answer.number not in self._strange]
+        allowed = {answer: min(n, self._context - len(answer.tokens)) for answer, n in here}
         going = self._caught_up({answer: n for answer, n in allowed.items() if n > 0})
         while going:
             for answer, logits_V in going:
@@ -62,6 +76,7 @@ class DraftModel(Guesser):
 
     def forget(self, answer: Answer) -> None:
         """Its keys and values."""
+        self._strange.discard(answer.number)
         if self._written.pop(answer.number, None) is not None:
             self.cache.release(answer.number)
 
@@ -78,13 +93,18 @@ class DraftModel(Guesser):
         return found
 
     def _behind(self, answer: Answer, most: int, guesses: int) -> Piece | None:
-        """The first of its tokens that are to be computed; with the last of them there is room for guesses. None where there is no room."""
+        """The first of its tokens that are to be computed; with the last of them there is room for guesses. None where there is no room,
+        or a token among them that the draft does not have."""
         tokens = answer.tokens
         if (written := self._written.get(answer.number)) is None:
             known = self.cache.reuse(answer.number, tokens)
             written = self._written[answer.number] = _Written(tokens[:known], known)
         begin = written.same(tokens)
         end = min(len(tokens), begin + most)
+        if max(tokens[begin:end]) >= self._own_vocab_size:
+            self.forget(answer)
+            self._strange.add(answer.number)
+            return None
         # All at once: what a guess needs no more, the token that comes instead of it may.
         if not self.cache.reserve(answer.number, begin, end + guesses - 1 if end == len(tokens) else end):
             self.forget(answer)

@@ -17,12 +17,12 @@ from fw.inference.cached import Piece, Runner
 from fw.inference.options import Sampling
 from fw.inference.pieces import goes_on_simply, piece_of
 from fw.inference.results import Completion, Delta, FinishReason, Pooling, Result
-from fw.inference.sampling import Choice, choose
+from fw.inference.sampling import NO_TOKEN, Choice, choose
 from fw.inference.scheduler import Scheduler
 from fw.inference.sequence import Answer, Logprobs, Request
 from fw.inference.speculation import Guesser
 from fw.inference.structure import Structure
-from fw.inference.telling import embedding, pool, tell, tell_prompt
+from fw.inference.telling import embedding, pool, tell
 from fw.inference.text import AnswerText
 from fw.inference.warm_up import warm_up
 from fw.kinds.kv_cache import KVCache, Stretch
@@ -156,6 +156,8 @@ class Engine:
         limit = self.context - len(prompt)
         if sampling.max_tokens is not None:
             limit = min(limit, sampling.max_tokens)
+        if sampling.min_tokens > limit:
+            raise UserError(f"min_tokens: {sampling.min_tokens} are more than the {limit} that the prompt leaves of {self.context}")
         chosen = None if adapter is None else self.adapters.find(adapter)
         request = Request(
             key,
@@ -168,9 +170,9 @@ class Engine:
             form=self._structure.form(sampling),
             pooling=pooling,
         )
-        self._requests[key] = request
         first = self._answer(request, 0)
         first.copies = sampling.drawn - 1
+        self._requests[key] = request
         self.scheduler.add(first)
 
     def abort(self, key: str) -> Result | None:
@@ -234,11 +236,9 @@ class Engine:
         guessed: list[tuple[Answer, Tensor]] = []
         ended_at_once: list[Answer] = []
         for row, answer, stretch in here:
-            piece, rows_RV = made.pieces[row], made.logits[row]
+            rows_RV = made.logits[row]
             if answer.request.pooling is not None:
                 pool(answer.request, rows_RV, begins=stretch.start == 0)
-            elif answer.request.wants_prompt:
-                tell_prompt(answer.request, stretch.start + piece.wanted.start, rows_RV)
             if answer.remaining == 0 and answer.request.limit == 0:
                 ended_at_once += self._all_of(answer)
             elif answer.remaining == 0:
@@ -317,17 +317,22 @@ class Engine:
         chosen = choice.told()
         first: dict[str, Answer] = {}
         for row, answer in answers.items():
-            if row in chosen.logprobs:
+            if (token := chosen.tokens[row]) is None:
+                answer.request.error = NO_TOKEN
+            elif row in chosen.logprobs:
                 own_V = chosen.own(row) if answer.request.sampling.logprobs else None
                 tell(answer.logprobs, chosen.logprobs[row], own_V, answer.request.sampling.logprobs or 0)
                 answer.total += answer.logprobs.chosen[-1]
-            answer.tokens.append(chosen.tokens[row])
+            if token is not None:
+                answer.tokens.append(token)
             if (of := first.setdefault(answer.request.key, answer)) is not answer and of.copies:
                 self.scheduler.begin_copy(of, answer)
         return [self._take(answer, chosen.tokens[row]) for row, answer in answers.items()]
 
-    def _take(self, answer: Answer, token: int) -> Delta:
-        """What a new token means for its answer."""
+    def _take(self, answer: Answer, token: int | None) -> Delta:
+        """What a new token means for its answer, or that there is none to choose."""
+        if token is None:
+            return Delta(answer.request.key, answer.index, self._finish(answer, "abort"), None, None, "abort")
         sampling, text = answer.request.sampling, self._texts[answer.number]
         asked = token in sampling.stop_token_ids
         ends = answer.generated >= sampling.min_tokens and (asked or (token in self.ends and not sampling.ignore_eos))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
 from contextlib import suppress
 from itertools import count
@@ -67,6 +68,7 @@ class LLM:
         self.architecture = loaded.architecture
         self._said = f"{path}: {loaded.architecture} on {loaded.device}"
         self._keys = count()
+        self._listeners: dict[str, Callable[[Delta | Result], None]] = {}
         self._background: Background | None = None
 
     def __repr__(self) -> str:
@@ -133,7 +135,7 @@ class LLM:
         progress: bool = False,
         **settings: Any,
     ) -> list[Result]:
-        """A result for each prompt, in their order.
+        """A result for each prompt, in their order. Streams that are open go on meanwhile.
 
         Args:
             prompts: one, or many.
@@ -153,24 +155,19 @@ class LLM:
         if len(with_adapter) != len(many):
             raise UserError(f"adapter: {len(with_adapter)} names for {len(many)} prompts; give one for each, or one")
         keys = [f"prompt {next(self._keys)}" for _ in many]
-        asked = set(keys)
+        found: dict[str, Result] = {}
         try:
             for number, (key, prompt, name) in enumerate(zip(keys, many, with_adapter, strict=True)):
                 try:
-                    self.engine.add(key, self.encode(prompt), wanted, adapter=name)
+                    self._add(key, prompt, wanted, _results_in(found), name)
                 except UserError as error:
                     raise UserError(f"prompt {number}: {error}" if len(many) > 1 else str(error)) from None
-            found: dict[str, Result] = {}
             with Bar(total=len(many), desc="generating", unit=" prompts", shown=progress) as bar:
-                while len(found) < len(many):
-                    for result in self.engine.step()[1]:
-                        if result.key in asked:  # others may be there that somebody added
-                            found[result.key] = result
-                            bar.update()
-        except BaseException:
-            for key in keys:
-                self.engine.abort(key)
-            raise
+                while (before := len(found)) < len(many):
+                    self.step()
+                    bar.update(len(found) - before)
+        finally:
+            self._leave(keys)
         if failed := [number for number, key in enumerate(keys) if found[key].error]:
             raise UserError(f"prompt {failed[0]}: {found[keys[failed[0]]].error}")
         return [found[key] for key in keys]
@@ -189,35 +186,75 @@ class LLM:
         found: dict[str, Result] = {}
         try:
             for key, prompt in zip(asked, _many(prompts), strict=True):
-                self.engine.add(key, self.encode(prompt), none, adapter=adapter, pooling=pooling)
+                self._add(key, prompt, none, _results_in(found), adapter, pooling)
             while len(found) < len(asked):
-                found |= {result.key: result for result in self.engine.step()[1] if result.key in asked}
+                self.step()
         finally:
-            for key in asked:
-                self.engine.abort(key)
+            self._leave(asked)
         return [list(found[key].embedding) for key in asked]
 
     def stream(
         self, prompt: Prompt, sampling: Sampling | None = None, *, adapter: str | None = None, **settings: Any
     ) -> Generator[Delta, None, None]:
-        """What each step adds to the answer, as it comes; who stops listening ends it.
+        """What each step adds to the answer, as it comes; who stops listening ends it. Several may be open at once, and other methods be
+        called meanwhile: they share the steps, and what comes of a step that another one made is kept until it is asked for.
 
         Raises:
             UserError: a prompt that cannot be answered.
         """
         self._alone()
         key = f"prompt {next(self._keys)}"
-        self.engine.add(key, self.encode(prompt), sampling or self.sampling(**settings), adapter=adapter)
+        told: deque[Delta | Result] = deque()
         try:
-            ended = False
-            while not ended:
-                deltas, results = self.engine.step()
-                yield from (delta for delta in deltas if delta.key == key)
-                own = [result for result in results if result.key == key]
-                ended = bool(own)
-                if own and own[0].error:
-                    raise UserError(own[0].error)
+            self._add(key, prompt, sampling or self.sampling(**settings), told.append, adapter)
+            while True:
+                while not told:
+                    self.step()
+                each = told.popleft()
+                if isinstance(each, Delta):
+                    yield each
+                elif each.error:
+                    raise UserError(each.error)
+                else:
+                    return
         finally:
+            self._leave([key])
+
+    def step(self) -> tuple[list[Delta], list[Result]]:
+        """A step of the engine, as :meth:`fw.inference.engine.Engine.step`: for who has added requests to it.
+
+        Returns:
+            What came of these; what came of this object's own is kept for who asked.
+        """
+        if not len(self.engine) and self._listeners:
+            raise RuntimeError("requests are gone from the engine whose results nobody has: step by LLM.step, and not by the engine's own")
+        deltas, results = self.engine.step()
+        own = self._listeners
+        others = [delta for delta in deltas if delta.key not in own], [result for result in results if result.key not in own]
+        for delta in deltas:
+            if (tell := own.get(delta.key)) is not None:
+                tell(delta)
+        for result in results:
+            if (tell := own.pop(result.key, None)) is not None:
+                tell(result)
+        return others
+
+    def _add(
+        self,
+        key: str,
+        prompt: Prompt,
+        sampling: Sampling,
+        tell: Callable[[Delta | Result], None],
+        adapter: str | None = None,
+        pooling: Pooling | None = None,
+    ) -> None:
+        self.engine.add(key, self.encode(prompt), sampling, adapter=adapter, pooling=pooling)
+        self._listeners[key] = tell
+
+    def _leave(self, keys: Sequence[str]) -> None:
+        """Nobody waits for these any more."""
+        for key in keys:
+            self._listeners.pop(key, None)
             self.engine.abort(key)
 
     async def astream(
@@ -232,8 +269,10 @@ class LLM:
             priority: lower goes first.
 
         Raises:
-            UserError: a prompt that cannot be answered.
+            UserError: a prompt that cannot be answered, or a :meth:`stream` that is open.
         """
+        if self._listeners:
+            raise UserError("a stream is open, which makes steps of its own; read it to its end or close() it, or use astream for both")
         wanted, ids = sampling or self.sampling(**settings), self.encode(prompt)
         if self._background is None:
             self._background = Background(self.engine)
@@ -277,6 +316,16 @@ class LLM:
 def _pass_on(loop: asyncio.AbstractEventLoop, told: asyncio.Queue[Told], each: Told) -> None:
     with suppress(RuntimeError):  # the loop is closed, so that nobody listens
         loop.call_soon_threadsafe(told.put_nowait, each)
+
+
+def _results_in(found: dict[str, Result]) -> Callable[[Delta | Result], None]:
+    """Puts results there, by their keys."""
+
+    def tell(each: Delta | Result) -> None:
+        if isinstance(each, Result):
+            found[each.key] = each
+
+    return tell
 
 
 def _many(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -27,9 +27,10 @@ from fw.kernels.threads import alone
 from fw.kinds.model import CausalLM
 from fw.locate import ADAPTER_CONFIG, inside
 from fw.recipe.inference import InferenceRecipe
-from fw.tokenizer import Tokenizer, load_tokenizer
+from fw.tokenizer import TextStream, Tokenizer, load_tokenizer
 
-_CHOICE = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+_CHOICE = ("temperature", "top_k", "top_p", "min_p")
+_PENALTY = ("repetition_penalty",)
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,7 @@ def load(path: str | Path, recipe: InferenceRecipe, adapter: str | Path | None =
     """
     options = recipe.inference
     tokenizer = _tokenizer(path, base_of(path))
+    _check_decoder(tokenizer)
     if options.draft:
         _check_tokens(options.draft, tokenizer)
     if options.tensor == 1:
@@ -88,7 +90,7 @@ def _loaded(prepared: Prepared, recipe: InferenceRecipe, tokenizer: Tokenizer, r
         tokenizer,
         own.context,
         own.model.vocab_size,
-        _ends(prepared.config, generation, tokenizer),
+        _ends(prepared.config, generation, tokenizer, own.model.vocab_size),
         _reads(own, 1 if ranks is None else ranks.ranks),
         own.adapters,
         _guesser(prepared, recipe),
@@ -96,9 +98,8 @@ def _loaded(prepared: Prepared, recipe: InferenceRecipe, tokenizer: Tokenizer, r
         own.model.shows_hidden_states,
         overlap=recipe.inference.overlap and prepared.device.type == "cuda" and ranks is None,
     )
-    chosen = {name: generation[name] for name in _CHOICE if generation.get(name) is not None} if generation.get("do_sample") else {}
     architecture = next(iter(prepared.config.get("architectures") or ()), "")
-    return Loaded(engine, tokenizer, own.model, Sampling(**chosen), prepared.kv_budget, prepared.device, architecture, ranks)
+    return Loaded(engine, tokenizer, own.model, _defaults(generation), prepared.kv_budget, prepared.device, architecture, ranks)
 
 
 @contextmanager
@@ -115,9 +116,17 @@ def _threads(own: bool, several: int | None) -> Iterator[None]:
 def _guesser(prepared: Prepared, recipe: InferenceRecipe) -> Guesser | None:
     options, draft = recipe.inference, prepared.draft
     if draft is not None:
-        vocab_size = prepared.own.model.vocab_size
-        return DraftModel(draft.runner, draft.cache, draft.context, vocab_size, options.step_tokens, options.prompt_share)
+        sizes = prepared.own.model.vocab_size, draft.model.vocab_size
+        return DraftModel(draft.runner, draft.cache, draft.context, *sizes, options.step_tokens, options.prompt_share)
     return PromptLookup() if options.speculate else None
+
+
+def _check_decoder(tokenizer: Tokenizer) -> None:
+    """Now, and not when the first request has begun."""
+    try:
+        TextStream(tokenizer)
+    except UserError as error:
+        raise UserError(f"{tokenizer.place}: answers are given as they come, and {error}") from None
 
 
 def _check_tokens(draft: str, tokenizer: Tokenizer) -> None:
@@ -171,7 +180,20 @@ def _generation(directory: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _ends(config: dict[str, Any], generation: dict[str, Any], tokenizer: Tokenizer) -> frozenset[int]:
-    """Whatever anybody says ends a text."""
+def _defaults(generation: dict[str, Any]) -> Sampling:
+    """How tokens are chosen: drawn where the file says so, or says nothing; the likeliest where it says ``do_sample: false``, which leaves
+    aside what is said of drawing."""
+    if (draws := generation.get("do_sample")) is False:
+        return Sampling(temperature=0, **_said(generation, _PENALTY))
+    return Sampling(**_said(generation, _CHOICE if draws else ()), **_said(generation, _PENALTY))
+
+
+def _said(generation: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    return {name: generation[name] for name in names if generation.get(name) is not None}
+
+
+def _ends(config: dict[str, Any], generation: dict[str, Any], tokenizer: Tokenizer, vocab_size: int) -> frozenset[int]:
+    """Whatever anybody says ends a text, if the model has it."""
     said = [config.get("eos_token_id"), generation.get("eos_token_id"), tokenizer.eos_id]
-    return frozenset(token for one in said for token in (one if isinstance(one, list) else [one]) if isinstance(token, int))
+    ends = (token for one in said for token in (one if isinstance(one, list) else [one]))
+    return frozenset(token for token in ends if isinstance(token, int) and 0 <= token < vocab_size)

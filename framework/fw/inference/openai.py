@@ -119,6 +119,8 @@ def _logprobs(rest: dict[str, Any], chat: bool) -> int | None:
     if not chat:
         return wanted
     top: int = rest.pop("top_logprobs", 0)
+    if top and not wanted:
+        raise UserError("top_logprobs: they stand beside those of the tokens; set logprobs: true, or leave them out")
     return top if wanted else None
 
 

@@ -10,7 +10,11 @@ from typing import Any
 
 from fw.errors import UserError
 
+_GREEDY_BELOW = 1e-5
+"""Of temperatures, as vLLM has it: what is drawn there is the likeliest token anyway."""
 _MAY_BE_NONE = ("max_tokens", "seed", "best_of", "logprobs", "prompt_logprobs")
+_MOST = 3.4e38
+"""Of numbers that logits meet."""
 _CALLED: Mapping[type, str] = {int: "whole number", float: "number", bool: "true or false"}
 
 
@@ -22,7 +26,7 @@ class Sampling:
         max_tokens: most tokens of an answer; None for what the context leaves, 0 for none, where only the prompt's log-probabilities are
             wanted.
         min_tokens: before which nothing ends it.
-        temperature: that logits are divided by; 0 always takes the likeliest token.
+        temperature: that logits are divided by; 0, and all below 1e-5, always takes the likeliest token.
         top_k: only that many likeliest tokens; 0 for all.
         top_p: only the likeliest tokens that together have this probability (Holtzman et al. 2019, https://arxiv.org/abs/1904.09751).
         min_p: only tokens with this share of the likeliest one's probability (Nguyen et al. 2024, https://arxiv.org/abs/2407.01082).
@@ -102,6 +106,8 @@ class Sampling:
             if not least <= value <= most:
                 bound = f"at least {least}" if most == math.inf else f"between {least} and {most}"
                 raise UserError(f"{name}: {value} is not {bound}")
+            if kind is float and value > _MOST:
+                raise UserError(f"{name}: {value} is more than fp32 holds, which logits are in; the most is {_MOST:g}")
         if self.top_p == 0 or self.repetition_penalty == 0:
             raise UserError("top_p and repetition_penalty must be above 0; 1 is for neither")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
@@ -116,12 +122,16 @@ class Sampling:
         if not isinstance(stop, Sequence) or not all(isinstance(text, str) for text in stop):
             raise UserError(f"stop: {self.stop!r} is neither a text nor a list of texts")
         ids = self.stop_token_ids
-        if not isinstance(ids, Sequence) or not all(isinstance(token, int) for token in ids):
+        if not isinstance(ids, Sequence) or not all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
             raise UserError(f"stop_token_ids: {ids!r} is no list of token ids")
         try:
             bias = {int(token): float(added) for token, added in self.logit_bias.items()}
-        except (AttributeError, TypeError, ValueError):
+        except (AttributeError, TypeError, ValueError, OverflowError):
             raise UserError(f"logit_bias: {self.logit_bias!r} is no object of token ids and numbers") from None
+        if strange := [token for token, added in bias.items() if not abs(added) <= _MOST]:
+            raise UserError(
+                f"logit_bias: {bias[strange[0]]} of token {strange[0]} is no number that fp32 holds; 100 makes it certain, and -100 bans it"
+            )
         for name, value in (("stop", tuple(stop)), ("stop_token_ids", tuple(ids)), ("logit_bias", bias)):
             object.__setattr__(self, name, value)
 
@@ -138,7 +148,7 @@ class Sampling:
     @property
     def greedy(self) -> bool:
         """Whether nothing is left to chance."""
-        return self.temperature == 0
+        return self.temperature < _GREEDY_BELOW
 
 
 def parsed_form(json_schema: Any, regex: Any, grammar: Any) -> tuple[str, Any] | None:
@@ -157,7 +167,7 @@ def parsed_form(json_schema: Any, regex: Any, grammar: Any) -> tuple[str, Any] |
         if isinstance(value, str):
             try:
                 value = json.loads(value)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise UserError(f"json_schema: not JSON: {error}") from None
         if not isinstance(value, dict | bool):
             raise UserError(f"json_schema: {value!r} is no schema")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from fw.inference.cached import Piece
 from fw.inference.sequence import Answer
+from fw.inference.telling import tell_prompt
 from fw.kinds.kv_cache import Stretch
 
 
@@ -18,14 +21,17 @@ def goes_on_simply(answer: Answer, stretch: Stretch) -> bool:
 
 
 def piece_of(answer: Answer, stretch: Stretch) -> Piece:
-    """Rows of which log-probabilities of the prompt are wanted, else the last one where it is the last of all."""
+    """The last row is wanted where it is the last of all; those before are scored where log-probabilities of the prompt are asked for."""
+    request = answer.request
     last = stretch.end >= len(answer.tokens)
     guesses = max(0, stretch.end - len(answer.tokens))
     tokens = [*answer.tokens[stretch.start : stretch.end], *answer.guessed[:guesses]]
-    if (pooling := answer.request.pooling) is not None:
-        first = 0 if pooling == "mean" else stretch.length - last
-        return Piece(stretch, tokens, range(0), answer.request.adapter, range(first, stretch.length))
-    first = stretch.length - last - guesses
-    if answer.request.wants_prompt:
-        first = min(first, max(0, answer.request.sampling.prompt_logprobs_from - 1 - stretch.start))
-    return Piece(stretch, tokens, range(first, stretch.length), answer.request.adapter)
+    if request.pooling is not None:
+        first = 0 if request.pooling == "mean" else stretch.length - last
+        return Piece(stretch, tokens, range(0), request.adapter, range(first, stretch.length))
+    wanted = range(stretch.length - last - guesses, stretch.length)
+    if not request.wants_prompt:
+        return Piece(stretch, tokens, wanted, request.adapter)
+    first = max(0, request.prompt_told - 1 - stretch.start)
+    end = max(first, min(stretch.length, len(request.prompt) - 1 - stretch.start))
+    return Piece(stretch, tokens, wanted, request.adapter, scored=range(first, end), score=partial(tell_prompt, request))

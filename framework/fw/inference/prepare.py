@@ -37,7 +37,8 @@ class OverCache:
     """A model with its cache.
 
     Attributes:
-        token_bytes: that keys and values of a token take.
+        kv_bytes: that keys and values may take.
+        token_bytes: that those of a token take.
         context: tokens of the longest sequence that it can have.
     """
 
@@ -45,6 +46,7 @@ class OverCache:
     runner: Runner
     cache: KVCache
     adapters: Adapters
+    kv_bytes: int
     token_bytes: float
     context: int
 
@@ -125,7 +127,7 @@ def prepare(
         cache = plugin.make(KVNeeds(these, dtype, device, share, longest, step_tokens))
         adapters = Adapters(each, device, changes, ranks.loaded)
         runner = Runner(each, cache, device, adapters, options.replay, between)
-        made.append(OverCache(each, runner, cache, adapters, bytes_of, min(longest, cache.capacity)))
+        made.append(OverCache(each, runner, cache, adapters, share, bytes_of, min(longest, cache.capacity)))
     own = made[0]
     for advice in recipe.advice:
         say(f"warning: {advice}")
@@ -174,7 +176,13 @@ def device_of(wanted: str, rank: int = 0) -> torch.device:
         raise UserError(f"inference.device: '{wanted}' is no device; there are cpu, cuda, cuda:1 and so on") from None
     if device.type == "cuda" and not torch.cuda.is_available():
         raise UserError("inference.device: no GPU is there; use cpu")
+    if device.type == "cuda" and (device.index or 0) >= (count := torch.cuda.device_count()):
+        raise UserError(f"inference.device: '{wanted}' is not there; this machine has {_gpus(count)}")
     return torch.device("cuda", (device.index or 0) + rank) if device.type == "cuda" and rank else device
+
+
+def _gpus(count: int) -> str:
+    return "cuda:0 alone" if count == 1 else f"cuda:0 to cuda:{count - 1}"
 
 
 def _offload(recipe: InferenceRecipe, device: torch.device, ranks: Ranks) -> OffloadPolicy:

@@ -52,16 +52,15 @@ def serve(ranks: Further, prepared: Prepared) -> None:
                 name, directory, number = rest
                 adapters[number] = own.adapters.read(name, directory, number)
                 continue
-            calls, forgotten, pieces = rest
+            calls, forgotten, way, pieces = rest
             echo.make(calls)
             for number in forgotten:
                 del adapters[number]
-            own.runner.run(
-                [
-                    Piece(Stretch(sequence, start, len(tokens)), tokens, wanted, None if number is None else adapters[number])
-                    for sequence, start, tokens, wanted, number in pieces
-                ]
-            )
+            told = [
+                Piece(Stretch(sequence, start, len(tokens)), tokens, wanted, None if number is None else adapters[number], scored=scored)
+                for sequence, start, tokens, wanted, scored, number in pieces
+            ]
+            own.runner.run(told, way=way)
 
 
 def main() -> NoReturn:

@@ -26,6 +26,7 @@ from fw.inference.cached import Piece
 from fw.inference.collective import Collective, Group
 from fw.inference.divided import Several
 from fw.inference.mirrored import Mirrored
+from fw.inference.steady import Way
 from fw.kernels import meeting
 from fw.kernels.meeting import Meeting
 from fw.kinds.kv_cache import KVCache
@@ -62,6 +63,11 @@ class Start:
         return Group(self.store, self.rank, self.ranks, device)
 
 
+def of_others(recipe: InferenceRecipe) -> InferenceRecipe:
+    """What ranks but the first prepare: a draft is the first one's."""
+    return replace(recipe, inference=replace(recipe.inference, draft="", speculate=0))
+
+
 class First(Several):
     """Begins the others; they end with it, or with :meth:`close`.
 
@@ -79,10 +85,8 @@ class First(Several):
             raise UserError(f"{OPTION}: {ranks} ranks from {device} on want a GPU each, and {torch.cuda.device_count()} are here")
         self.threads = max(1, torch.get_num_threads() // (1 if on_gpus else ranks))
         self._place = tempfile.TemporaryDirectory(prefix="fw-ranks-")
-        others = replace(recipe, inference=replace(recipe.inference, draft="", speculate=0))
-        start = Start(
-            str(path), others, None if adapter is None else str(adapter), 0, ranks, self.threads, str(Path(self._place.name) / "store")
-        )
+        told = None if adapter is None else str(adapter)
+        start = Start(str(path), of_others(recipe), told, 0, ranks, self.threads, str(Path(self._place.name) / "store"))
         in_memory = not on_gpus and meeting.available()
         memory, file = _memory(meeting.memory_bytes(ranks)) if in_memory else (None, -1)
         self._calls: list[tuple[Any, ...]] = []
@@ -124,14 +128,17 @@ class First(Several):
         return Mirrored(cache, self._calls.append)
 
     @contextmanager
-    def step(self, pieces: Sequence[Piece]) -> Iterator[None]:
-        """The others compute the same. An interrupt waits for the end of the step, so that all are as far afterwards."""
-        told = [(p.stretch.sequence, p.stretch.start, p.tokens, p.wanted, None if p.adapter is None else p.adapter.number) for p in pieces]
+    def step(self, pieces: Sequence[Piece], way: Way) -> Iterator[None]:
+        """The others compute the same, the same way. An interrupt waits for the end of the step, so that all are as far afterwards."""
+        told = [
+            (p.stretch.sequence, p.stretch.start, p.tokens, p.wanted, p.scored, None if p.adapter is None else p.adapter.number)
+            for p in pieces
+        ]
         calls, forgotten = self._calls[:], self._forgotten[:]
         del self._calls[: len(calls)], self._forgotten[: len(forgotten)]
         with _uninterrupted():
             try:
-                self._tell("step", calls, forgotten, told)
+                self._tell("step", calls, forgotten, way, told)
                 yield
                 self._check()
             except BaseException as error:

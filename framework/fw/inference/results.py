@@ -56,9 +56,10 @@ class Completion:
 
 @dataclass(frozen=True, repr=False)
 class Result:
-    """What came of a request; of several answers, the likeliest first.
+    """What came of a request.
 
     Attributes:
+        completions: its answers, as many as ``n``; where more were generated (``best_of``), the likeliest of these, and first of all.
         prompt_token_ids: of the prompt.
         prompt_logprobs: of its tokens from the second on, or from ``prompt_logprobs_from`` on, where they were asked for; likewise
             ``prompt_top_logprobs``.

@@ -12,6 +12,8 @@ from torch import Tensor
 from fw.inference.options import Sampling
 from fw.inference.sequence import Answer
 
+NO_TOKEN = "no token can be chosen: the model's logits are not finite, or all are ruled out; inference.dtype=fp32 gives them more range"
+
 
 def gathered(rows: Sequence[Tensor], asked: Sequence[int]) -> tuple[Tensor, Tensor | None]:
     """Logits ``[B, V]`` of rows ``[V]``; of those that are asked for, log-probabilities ``[A, V]`` under the model itself."""
@@ -26,12 +28,12 @@ class Chosen:
     """What came of rows of logits.
 
     Attributes:
-        tokens: one of each row.
+        tokens: one of each row; None where there is none to choose, since no logit is a number, or all are ruled out.
         logprobs: of these under the model itself, by the number of the row, where they were asked for.
         own_AV: all log-probabilities of such rows, in that order; None where nobody wants more than one.
     """
 
-    tokens: list[int]
+    tokens: list[int | None]
     logprobs: dict[int, float]
     own_AV: Tensor | None
 
@@ -46,19 +48,20 @@ class Choice:
 
     Args:
         tokens_B: one of each row.
+        there_B: whether there was one to choose.
         asked: rows whose log-probabilities are wanted.
         own_AV: these, in order.
         whole: whether of more than the tokens; else they are gone when those are known.
     """
 
-    def __init__(self, tokens_B: Tensor, asked: Sequence[int], own_AV: Tensor | None, whole: bool) -> None:
+    def __init__(self, tokens_B: Tensor, there_B: Tensor, asked: Sequence[int], own_AV: Tensor | None, whole: bool) -> None:
         self.tokens_B = tokens_B
         self._asked, self._own_AV = asked, own_AV if whole else None
-        found = tokens_B
+        found = tokens_B.where(there_B, -1)
         if own_AV is not None:
             of_A = tokens_B if len(asked) == len(tokens_B) else tokens_B[to_device(asked, tokens_B.device)]
             # Numbers of tokens are exact in fp64, and log-probabilities stay what they are.
-            found = torch.cat([tokens_B.double(), own_AV.gather(1, of_A[:, None])[:, 0].double()])
+            found = torch.cat([found.double(), own_AV.gather(1, of_A[:, None])[:, 0].double()])
         self._found = found
         self._event: torch.cuda.Event | None = None
         if found.is_cuda:
@@ -76,7 +79,8 @@ class Choice:
         self.wait()
         found = self._found.tolist()
         count = len(self.tokens_B)
-        return Chosen([int(token) for token in found[:count]], dict(zip(self._asked, found[count:], strict=True)), self._own_AV)
+        tokens = [int(token) if token >= 0 else None for token in found[:count]]
+        return Chosen(tokens, dict(zip(self._asked, found[count:], strict=True)), self._own_AV)
 
 
 def choose(rows: Sequence[Tensor], answers: Sequence[Answer], asked: Sequence[int], ends: frozenset[int]) -> Choice:
@@ -91,6 +95,7 @@ def choose(rows: Sequence[Tensor], answers: Sequence[Answer], asked: Sequence[in
     logits_BV, own_AV = gathered(rows, asked)
     change(logits_BV, answers, ends)
     tokens_B = logits_BV.argmax(-1)
+    there_B = logits_BV.gather(1, tokens_B[:, None])[:, 0].isfinite()  # the largest is NaN where any is
     alike: dict[tuple[float, ...], list[int]] = {}
     for row, answer in enumerate(answers):
         sampling = answer.request.sampling
@@ -99,11 +104,11 @@ def choose(rows: Sequence[Tensor], answers: Sequence[Answer], asked: Sequence[in
     for these in alike.values():
         sampling, generators = answers[these[0]].request.sampling, [answers[row].generator for row in these]
         if len(these) == len(rows):
-            tokens_B = _draw(probabilities(logits_BV, sampling), generators)
+            tokens_B = drawn(probabilities(logits_BV, sampling), _numbers(generators))
         else:
             rows_G = to_device(these, logits_BV.device)
-            tokens_B[rows_G] = _draw(probabilities(logits_BV[rows_G], sampling), generators)
-    return Choice(tokens_B, asked, own_AV, any(answers[row].request.sampling.logprobs for row in asked))
+            tokens_B[rows_G] = drawn(probabilities(logits_BV[rows_G], sampling), _numbers(generators))
+    return Choice(tokens_B, there_B, asked, own_AV, any(answers[row].request.sampling.logprobs for row in asked))
 
 
 def to_device(numbers: Sequence[int] | Sequence[float], device: torch.device) -> Tensor:
@@ -114,24 +119,31 @@ def to_device(numbers: Sequence[int] | Sequence[float], device: torch.device) ->
 
 def probabilities(logits_GV: Tensor, sampling: Sampling) -> Tensor:
     """What tokens are drawn by: temperature, then the likeliest by number, by their sum, and beside the likeliest one."""
-    logits_GV = logits_GV / sampling.temperature
+    # From the largest on, so that nothing but what is unlikely leaves fp32's range.
+    logits_GV = (logits_GV - logits_GV.amax(-1, keepdim=True)).div_(sampling.temperature)
     if 0 < sampling.top_k < logits_GV.shape[-1]:
         logits_GV = logits_GV.masked_fill(logits_GV < logits_GV.topk(sampling.top_k).values[..., -1:], -torch.inf)
     if sampling.top_p < 1:
         ordered_GV, which_GV = logits_GV.sort(descending=True, stable=True)
         before_GV = ordered_GV.softmax(-1).cumsum(-1).roll(1, -1)
         before_GV[..., 0] = 0
-        logits_GV = logits_GV.scatter(-1, which_GV, ordered_GV.masked_fill(before_GV >= sampling.top_p, -torch.inf))
+        unlikely_GV = before_GV >= sampling.top_p
+        unlikely_GV[..., 0] = False  # a top_p may be 0 in fp32
+        logits_GV = logits_GV.scatter(-1, which_GV, ordered_GV.masked_fill(unlikely_GV, -torch.inf))
     if sampling.min_p > 0:
         p_GV = logits_GV.softmax(-1)
         logits_GV = logits_GV.masked_fill(p_GV < sampling.min_p * p_GV.amax(-1, keepdim=True), -torch.inf)
     return logits_GV.softmax(-1)
 
 
-def _draw(p_GV: Tensor, generators: Sequence[torch.Generator | None]) -> Tensor:
-    """Of each row the token in whose part of the sum a number from 0 to 1 falls."""
+def _numbers(generators: Sequence[torch.Generator | None]) -> list[float]:
+    return [float(torch.rand((), generator=each, dtype=torch.float64)) for each in generators]
+
+
+def drawn(p_GV: Tensor, numbers: Sequence[float]) -> Tensor:
+    """Of each row the token in whose part of the sum its number from 0 to 1 falls."""
     sums_GV = p_GV.double().cumsum(-1)
-    at_G = to_device([float(torch.rand((), generator=each, dtype=torch.float64)) for each in generators], p_GV.device) * sums_GV[:, -1]
+    at_G = to_device(numbers, p_GV.device) * sums_GV[:, -1]
     index_G = torch.searchsorted(sums_GV, at_G[:, None], right=True)[:, 0]
     last_G = torch.arange(p_GV.shape[-1], device=p_GV.device).where(p_GV > 0, 0).amax(-1)
     return index_G.minimum(last_G)

@@ -100,23 +100,27 @@ class Scheduler:
         return [(answer, Stretch(answer.number, stretch.end, 1)) for answer, stretch in going]
 
     def _may_come_in(self, answer: Answer) -> bool:
-        return self._has_place(answer) or answer.request.priority < self.running[-1].request.priority
+        return self._has_place(answer) or self._goes_first(answer)
 
     def _let_in_first(self) -> None:
         """Whoever goes before some that run takes their places, and in its turn of the step their room."""
-        while self.waiting and self.running and self.waiting[0].request.priority < self.running[-1].request.priority:
-            answer = self.waiting[0]
+        while self.waiting and self.running and self._goes_first(self.waiting[0]):
+            answer = self.waiting.pop(0)
             while not self._has_place(answer):
-                last = self.running[-1]
-                if last.request.priority <= answer.request.priority:
-                    return
-                self._preempt(last)
-            self.waiting.pop(0)
+                self._preempt(self.running[-1])
             self._begin(answer)
             bisect.insort(self.running, answer, key=lambda each: each.order)
 
+    def _goes_first(self, answer: Answer) -> bool:
+        """Whether it goes before some that run, and these have places enough: who would get none by it takes none away."""
+        stay = [each for each in self.running if each.request.priority <= answer.request.priority]
+        return len(stay) < len(self.running) and self._fits([*stay, answer])
+
     def _has_place(self, answer: Answer) -> bool:
-        return sum(1 + each.copies for each in [*self.running, answer]) <= self.most
+        return self._fits([*self.running, answer])
+
+    def _fits(self, answers: Sequence[Answer]) -> bool:
+        return sum(1 + each.copies for each in answers) <= self.most
 
     def _begin(self, answer: Answer) -> None:
         """With what the cache knows of it."""

@@ -67,9 +67,12 @@ class Request:
     @property
     def wants_prompt(self) -> bool:
         """Whether log-probabilities of its prompt are asked for, and not there yet; the first token has none."""
-        if self.sampling.prompt_logprobs is None:
-            return False
-        return self.sampling.prompt_logprobs_from + len(self.prompt_logprobs.chosen) < len(self.prompt)
+        return self.sampling.prompt_logprobs is not None and self.prompt_told < len(self.prompt)
+
+    @property
+    def prompt_told(self) -> int:
+        """The first token of the prompt whose log-probability is to come next."""
+        return self.sampling.prompt_logprobs_from + len(self.prompt_logprobs.chosen)
 
     @property
     def reusable(self) -> int | None:

@@ -7,6 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from enum import Enum
 from functools import partial
 from typing import Protocol
 
@@ -33,6 +34,18 @@ Compute = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Ids and positions ``[1, T]``, and rows of them whose logits are wanted; logits ``[wanted, V]``."""
 
 
+class Way(Enum):
+    """How a step is made. Ranks that divide a model all go the first one's way: each way has another number of sums between them."""
+
+    PYTHON = "python"
+    RECORDED = "recorded"
+    """By Python, and recorded."""
+    COMPARED = "compared"
+    """By its recording, and by Python besides, which it is compared with."""
+    REPEATED = "repeated"
+    """By its recording."""
+
+
 class Piece(Protocol):
     """Tokens of a sequence, in a step."""
 
@@ -42,6 +55,8 @@ class Piece(Protocol):
     def tokens(self) -> Sequence[int]: ...
     @property
     def wanted(self) -> range: ...
+    @property
+    def scored(self) -> range: ...
 
 
 def sizes_on_gpu(most: int) -> list[int]:
@@ -129,42 +144,58 @@ class SteadySteps:
         self.repeated = 0
         """Steps that were made without Python."""
 
-    def run(self, pieces: Sequence[Piece], tokens_T: Tensor | None = None) -> Tensor | None:
-        """Logits ``[wanted, V]``, which are there until the next step; None, and nothing is done, where it is left to Python.
+    def way(self, pieces: Sequence[Piece]) -> Way:
+        """How a step of these is made; to be asked once of each step, in order."""
+        form = self._form(pieces)
+        before, self._before = self._before, form
+        if not form or self.refused is not None or sum(map(len, self._hooks)) > self._idle_hooks() or self._watched():
+            return Way.PYTHON
+        if (step := self._known.get(form)) is not None:
+            return Way.REPEATED if step.proven else Way.COMPARED
+        return Way.RECORDED if form == before else Way.PYTHON
+
+    def run(self, way: Way, pieces: Sequence[Piece], tokens_T: Tensor | None = None) -> Tensor | None:
+        """Logits ``[wanted, V]``, which are there until the next step; None, and nothing is done, where it is left to Python, and where
+        this rank has no recording although the first one has.
 
         Args:
             tokens_T: of all pieces, where they are on the device alone.
         """
-        form = tuple((piece.stretch.length, len(piece.wanted)) for piece in pieces)
-        wanted = sum(rows for _, rows in form)
-        if any(not rows for _, rows in form) or sum(length for length, _ in form) > (_TOKENS_ON_GPU if self._on_gpu else _TOKENS):
-            self._before = ()
+        if way is Way.PYTHON:
             return None
-        if self._on_gpu and all(each == (1, 1) for each in form):
-            form = ((1, 1),) * _filled_up(len(form))
-        before, self._before = self._before, form
-        if self.refused is not None or sum(map(len, self._hooks)) > self._idle_hooks() or self._watched():
+        form, wanted = self._form(pieces), sum(len(piece.wanted) for piece in pieces)
+        if way is Way.RECORDED:
+            found_RV = self._recorded(form, pieces, tokens_T) if self.refused is None else None
+            return None if found_RV is None else found_RV[:wanted]
+        if (step := self._known.get(form)) is None:
             return None
-        if (step := self._known.get(form)) is not None:
-            self._known.move_to_end(form)
-            return self._again(step, pieces, tokens_T, wanted)
-        found_RV = self._recorded(form, pieces, tokens_T) if form == before else None
-        return None if found_RV is None else found_RV[:wanted]
+        self._known.move_to_end(form)
+        return self._again(step, way, pieces, tokens_T, wanted)
 
     def record(self, pieces: Sequence[Piece]) -> None:
         """A step of one token of each, without what it takes to see that it can be."""
         if self.refused is None and len(pieces) <= _TOKENS_ON_GPU:
             self._recorded(((1, 1),) * len(pieces), pieces, None, warm=True)
 
+    def _form(self, pieces: Sequence[Piece]) -> _Form:
+        """Of a step that can be recorded; else empty."""
+        form = tuple((piece.stretch.length, len(piece.wanted)) for piece in pieces)
+        tokens = sum(length for length, _ in form)
+        if tokens > (_TOKENS_ON_GPU if self._on_gpu else _TOKENS) or any(piece.scored or not piece.wanted for piece in pieces):
+            return ()
+        if self._on_gpu and all(each == (1, 1) for each in form):
+            return ((1, 1),) * _filled_up(len(form))
+        return form
+
     def _watched(self) -> bool:
         """Whether somebody sees operators, of which a recording shows none; a plan for a GPU does, and stays."""
         return bool(_get_current_dispatch_mode_stack()) and planned_gpu() is None
 
-    def _again(self, step: _Step, pieces: Sequence[Piece], tokens_T: Tensor | None, wanted: int) -> Tensor:
+    def _again(self, step: _Step, way: Way, pieces: Sequence[Piece], tokens_T: Tensor | None, wanted: int) -> Tensor:
         step.inputs.fill(pieces, tokens_T)
         self._cache.begin([piece.stretch for piece in pieces], step.places)
         step.recording.play()
-        if step.proven:
+        if way is Way.REPEATED:
             self.repeated += 1
             return step.logits_RV[:wanted]
         found_RV = self._compute(*step.inputs.all)[:wanted]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -26,20 +28,25 @@ def embedding(request: Request) -> list[float]:
     return mean_D.tolist()
 
 
-def tell_prompt(request: Request, begin: int, rows_RV: Tensor) -> None:
-    """Log-probabilities of the tokens that follow those at ``begin`` and after, as far as they are the prompt's and not known yet."""
-    told, top = request.prompt_logprobs, request.sampling.prompt_logprobs or 0
-    first = request.sampling.prompt_logprobs_from + len(told.chosen)
-    rows_RV = rows_RV[max(0, first - 1 - begin) : max(0, len(request.prompt) - 1 - begin)]
-    if not len(rows_RV):
-        return
-    ids_R1 = torch.tensor(request.prompt[first : first + len(rows_RV)], device=rows_RV.device)[:, None]
+def tell_prompt(request: Request, rows_RV: Tensor) -> None:
+    """Log-probabilities of the prompt's next tokens that are not known yet, as many as there are rows: the logits before each."""
+    told, first = request.prompt_logprobs, request.prompt_told
+    logprobs_R, top = scores(rows_RV, request.prompt[first : first + len(rows_RV)], request.sampling.prompt_logprobs or 0)
+    told.chosen += logprobs_R.tolist()
+    if top is not None:
+        ids, values = (each_Rt.tolist() for each_Rt in top)
+        told.top += [dict(zip(*each, strict=True)) for each in zip(ids, values, strict=True)]
+
+
+def scores(rows_RV: Tensor, tokens: Sequence[int], top: int) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+    """Log-probabilities ``[R]`` of tokens by logits; ids and log-probabilities ``[R, top]`` of the likeliest, where some are asked for."""
+    ids_R1 = torch.tensor(tokens, device=rows_RV.device)[:, None]
     norms_R1 = rows_RV.logsumexp(-1, keepdim=True)
-    told.chosen += (rows_RV.gather(-1, ids_R1) - norms_R1).flatten().tolist()
-    if top:
-        values_Rt, likeliest_Rt = rows_RV.topk(min(top, rows_RV.shape[-1]))
-        both = zip(likeliest_Rt.tolist(), (values_Rt - norms_R1).tolist(), strict=True)
-        told.top += [dict(zip(ids, values, strict=True)) for ids, values in both]
+    logprobs_R = (rows_RV.gather(-1, ids_R1) - norms_R1).flatten()
+    if not top:
+        return logprobs_R, None
+    values_Rt, likeliest_Rt = rows_RV.topk(min(top, rows_RV.shape[-1]))
+    return logprobs_R, (likeliest_Rt, values_Rt - norms_R1)
 
 
 def tell(told: Logprobs, chosen: float, own_V: Tensor | None, top: int) -> None:

@@ -83,6 +83,9 @@ class QuantizationPlugin(Plugin):
 
         Args:
             names: of the tensors in the files.
+
+        Raises:
+            UserError: it is this plugin's, in a form that is not read; which, as what follows the place.
         """
         raise NotImplementedError(f"{cls.__name__} reads no quantization_config")
 

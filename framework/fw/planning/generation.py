@@ -6,7 +6,6 @@ import math
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +19,10 @@ from fw.checkpointing.elsewhere import allocate, announce, chosen_elsewhere
 from fw.checkpointing.streaming import stream
 from fw.config import InferenceSection, format_size, parse_size
 from fw.errors import UserError
-from fw.inference.cached import Piece
-from fw.inference.collective import Group
+from fw.inference.collective import Collective, Group
 from fw.inference.divided import Ranks, Several
 from fw.inference.prepare import OverCache, Prepared, device_of, prepare
-from fw.inference.ranks import OPTION
-from fw.inference.sampling import gathered
+from fw.inference.ranks import OPTION, of_others
 from fw.inference.steady import sizes_on_gpu
 from fw.inference.warm_up import record, warm_up
 from fw.kernels import elementwise, meeting
@@ -34,7 +31,6 @@ from fw.kernels.linear import PackedLinear
 from fw.kernels.meeting import Meeting
 from fw.kernels.room import Room
 from fw.kinds.attention import AttentionPlugin
-from fw.kinds.kv_cache import KVCachePlugin, Stretch
 from fw.kinds.model import CausalLM
 from fw.kinds.offload import OffloadPolicy
 from fw.kinds.quantization import QuantizationPlugin
@@ -49,6 +45,7 @@ from fw.planning.caching_allocator import LARGE_SEGMENT
 from fw.planning.ledger import Ledger
 from fw.planning.on_gpu import allocator_peaks, with_allocator
 from fw.planning.plan import CPU, host_memory
+from fw.planning.worst_step import WorstStep, longest
 from fw.pretrained.division import Division
 from fw.pretrained.load import structure
 from fw.recipe.inference import InferenceRecipe
@@ -148,19 +145,28 @@ def _with_room(recipe: InferenceRecipe, kv_bytes: int) -> InferenceRecipe:
 def _planned(path: str | Path, recipe: InferenceRecipe, adapter: str | Path | None, gpu: Device | None) -> MemoryDocument:
     """Of all ranks, of which those between the first, that gathers, and the last, that may have less, are alike."""
     ranks = recipe.inference.tensor
-    found = {rank: _of_rank(path, recipe, adapter, rank, gpu) for rank in sorted({0, min(1, ranks - 1), ranks - 1})}
+    agreed: list[int] = []
+    found = {rank: _of_rank(path, recipe, adapter, rank, gpu, agreed) for rank in sorted({0, min(1, ranks - 1), ranks - 1})}
     of_each = [found[rank if rank in found else 1].largest for rank in range(ranks)]
     return replace(found[0], world_size=ranks, per_rank=[replace(of, rank=rank) for rank, of in enumerate(of_each)])
 
 
-def _of_rank(path: str | Path, recipe: InferenceRecipe, adapter: str | Path | None, number: int, gpu: Device | None) -> MemoryDocument:
+def _of_rank(
+    path: str | Path, recipe: InferenceRecipe, adapter: str | Path | None, number: int, gpu: Device | None, agreed: list[int]
+) -> MemoryDocument:
+    """Of one.
+
+    Args:
+        agreed: what the first rank has said, which is planned before the others.
+    """
     imported = held_bytes(_CPU) or 0
     options = recipe.inference
     with _without_kernels(), Ledger(gpu) as ledger:
         with ledger.recording(_CPU, RULES) as loading:
             reader = _Reader(ledger, loading)
-            ranks = _ranks(number, options.tensor, gpu is not None)
-            prepared = prepare(path, recipe, adapter, lambda told: None, reader.read, lambda device: _free(ledger, gpu, options), ranks)
+            ranks = _ranks(number, options.tensor, gpu is not None, agreed)
+            of_rank = of_others(recipe) if number else recipe
+            prepared = prepare(path, of_rank, adapter, lambda told: None, reader.read, lambda device: _free(ledger, gpu, options), ranks)
             for each in _models(prepared):
                 loading.name(WEIGHTS, _weights(each.model))
                 loading.name(BUFFERS, each.model.buffers())
@@ -175,11 +181,10 @@ def _of_rank(path: str | Path, recipe: InferenceRecipe, adapter: str | Path | No
                     record(each.runner, each.cache, others)
             steps.append(found.history)
         with _step_of(prepared, ledger, kept) as found:
-            pieces = _worst_step(prepared, recipe)
+            worst = WorstStep(prepared, recipe)
             found.name_rest(KV)  # a cache that takes memory for each sequence
-            rows = prepared.own.runner.run(pieces)
-            gathered([rows_RV[-1] for rows_RV in rows], range(len(rows)))
-            del rows
+            worst.run(first=not number)
+            del worst
         steps.append(found.history)
         account = max((history.account(COMPONENT_OF) for history in steps), key=lambda account: account.peak_bytes)
         host_bytes = 0 if ledger.gpu is None else ledger.gpu.host_peak_bytes
@@ -225,12 +230,24 @@ def _step_of(prepared: Prepared, ledger: Ledger, kept: Collection[Block]) -> Ite
         yield found
 
 
-def _ranks(number: int, ranks: int, on_gpus: bool) -> Ranks:
+def _ranks(number: int, ranks: int, on_gpus: bool, agreed: list[int]) -> Ranks:
     """One of them, that meets nobody."""
     if ranks == 1:
         return Ranks()
     kernels = not on_gpus and meeting.available()
-    return Several(number, ranks, OPTION, _Unmet(number, ranks) if kernels else _UnmetGroup(number, ranks, on_gpus))
+    return _Alone(number, ranks, _Unmet(number, ranks) if kernels else _UnmetGroup(number, ranks, on_gpus), agreed)
+
+
+class _Alone(Several):
+    def __init__(self, rank: int, ranks: int, collective: Collective, agreed: list[int]) -> None:
+        super().__init__(rank, ranks, OPTION, collective)
+        self._agreed = agreed
+
+    def agreed(self, value: int) -> int:
+        """The first one's, that has been planned."""
+        if not self.rank:
+            self._agreed[:] = [value]
+        return self._agreed[0]
 
 
 class _Unmet(Meeting):
@@ -261,25 +278,6 @@ def _models(prepared: Prepared) -> Iterator[OverCache]:
         yield prepared.draft
 
 
-def _worst_step(prepared: Prepared, recipe: InferenceRecipe) -> list[Piece]:
-    """As many tokens as a step computes, the last ones of as many sequences as there is room for, all of which want their next token."""
-    options, own = recipe.inference, prepared.own
-    sequences = min(options.max_sequences, options.step_tokens)
-    room = prepared.kv_budget / sum(each.token_bytes for each in _models(prepared)) / sequences
-    context = max(1, _longest(recipe.kv_cache, own.context, options.prompt_share, room))
-    length = min(max(1, options.step_tokens // sequences), context)
-    start = context - length
-    begins = [*range(0, start, options.prompt_share), start]
-    stretches = [(begin, end) for begin, end in pairwise([*dict.fromkeys(begins), context])]
-    pieces: list[Piece] = []
-    for number in range(sequences):
-        if not all(own.cache.reserve(number, begin, end) for begin, end in stretches):
-            own.cache.release(number)
-            break
-        pieces.append(Piece(Stretch(number, start, length), [0] * length, range(length - 1, length)))
-    return pieces
-
-
 def _generation(prepared: Prepared, recipe: InferenceRecipe, besides: int, budget: int) -> Generation:
     """What fits beside weights and a step."""
     options, plugin = recipe.inference, recipe.kv_cache
@@ -292,7 +290,7 @@ def _generation(prepared: Prepared, recipe: InferenceRecipe, besides: int, budge
         sequences,
         context,
         room,
-        _longest(plugin, context, options.prompt_share, room / token_bytes / sequences),
+        longest(plugin, context, options.prompt_share, room / token_bytes / sequences),
         int(room / token_bytes // kept),
     )
 
@@ -302,18 +300,6 @@ def _with_brought(generation: Generation, model: CausalLM, gpu: Device) -> Gener
     brought = sum(tensor.numel() * tensor.element_size() for tensor in model.elsewhere.values())
     seconds = None if model.in_files or not brought else brought / gpu.host_bandwidth
     return replace(generation, brought_bytes=brought, brought_seconds=seconds)
-
-
-def _longest(plugin: KVCachePlugin, most: int, step_tokens: int, room: float) -> int:
-    """Tokens of a sequence that has room for so many, up to ``most``."""
-    low, high = 0, most
-    while low < high:
-        middle = (low + high + 1) // 2
-        if plugin.kept_tokens(middle, step_tokens) <= room:
-            low = middle
-        else:
-            high = middle - 1
-    return low
 
 
 class _Reader:

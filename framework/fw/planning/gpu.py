@@ -20,6 +20,7 @@ from fw.meter.step_memory import OTHER
 from fw.planned import PlannedGPU, planning_for
 from fw.planning.cuda_attention import attention_as_on, scratch_bytes
 from fw.planning.cuda_autocast import autocast_as_on_gpu
+from fw.planning.cuda_sorting import sort_scratch_bytes
 from fw.planning.leaves import tensors
 from fw.planning.roofline import exchange, work
 
@@ -151,7 +152,7 @@ class Gpu:
         """An operator has run: what it took besides its results, and what it cost."""
         if func.overloadpacket in _PRODUCTS and not self._to_host:
             self._use_cublas()
-        taken = {next(self._numbers): self._beside(nbytes) for nbytes in scratch_bytes(func, args)}
+        taken = {next(self._numbers): self._beside(nbytes) for nbytes in [*scratch_bytes(func, args), *sort_scratch_bytes(func, args)]}
         for number, block in taken.items():
             self._came(number, block)
         for number in taken:

@@ -20,6 +20,8 @@ from fw.recipe.choosing import check_sections, choose, load_plugins, options_in,
 INFERENCE = "inference"
 OFFLOAD = "offload"
 QUANTIZATION = "quantization"
+SECTIONS = ("kv_cache", OFFLOAD, QUANTIZATION, INFERENCE, PLUGINS)
+"""That mean something while generating."""
 _ELSEWHERE = "it is a training run's; give it to fw train"
 
 
@@ -49,9 +51,9 @@ def resolve_inference(config: Config) -> InferenceRecipe:
     """
     kind = KINDS["kv_cache"]
     sections = [*KINDS, "train", "loader", "launch", "memory", "resume"]
-    other = {name: _ELSEWHERE for name in sections if name not in (kind.name, OFFLOAD, QUANTIZATION)}
+    other = {name: _ELSEWHERE for name in sections if name not in SECTIONS}
     other["serve"] = "give it to fw serve"
-    check_sections(config, [kind.name, OFFLOAD, QUANTIZATION, INFERENCE, PLUGINS], other)
+    check_sections(config, [*SECTIONS], other)
     check_interpolations(config)
     load_plugins(config)
     chosen = {kind.name: choose(kind, config), OFFLOAD: choose(KINDS[OFFLOAD], config)}

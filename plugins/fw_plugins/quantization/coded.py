@@ -201,8 +201,12 @@ class CodedLinears(QuantizationPlugin):
         """In the files that this plugin was made for."""
         if self._in_files is None or self._read is None:
             return None
-        own = [of.name for of in model.hf_tensors(f"{name}.weight")]
-        return self.layout_in_files(own[0], self._read) if len(own) == 1 and own[0] in self._in_files else None
+        own = model.hf_tensors(f"{name}.weight")
+        if len(own) != 1 or own[0].name not in self._in_files:
+            return None
+        if own[0].transposed:
+            raise UserError(f"{own[0].name}: codes of a weight that files hold transposed are not read; take the plain weights")
+        return self.layout_in_files(own[0].name, self._read)
 
     def _skips(self, name: str, model: CausalLM) -> bool:
         if self._in_files is not None:

@@ -7,7 +7,6 @@ Of ``X.weight`` there are ``X.weight_packed``, 32-bit words of codes ``[O, I · 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from torch import Tensor
 from fw.api import Quantized, UserError
 from fw_plugins.quantization.coded import CodedWeight, Quantize
 from fw_plugins.quantization.grouped import SCALE, ZERO, Grouped, pack, unpack
+from fw_plugins.quantization.grouped_files import GroupedFiles, Scheme
 
 METHOD, FORM = "compressed-tensors", "pack-quantized"
 EXPERTS = ("re:.*[.]experts([.].*)?",)
@@ -23,16 +23,7 @@ EXPERTS = ("re:.*[.]experts([.].*)?",)
 _PACKED, _SHAPE, _ORDER = "_packed", "_shape", "_g_idx"
 
 
-@dataclass(frozen=True)
-class Scheme:
-    """What a ``quantization_config`` says of weights; ``group_size`` -1 for whole rows."""
-
-    bits: int
-    group_size: int
-    symmetric: bool
-
-
-def scheme(config: Mapping[str, Any], names: Collection[str]) -> Scheme | None:
+def read_config(config: Mapping[str, Any], names: Collection[str]) -> PackedFiles | None:
     """None where it is another form, or something besides weights is quantized, or groups are no neighbours."""
     groups = list((config.get("config_groups") or {}).values())
     if config.get("format") != FORM or len(groups) != 1 or any(name.endswith(_ORDER) for name in names):
@@ -44,11 +35,11 @@ def scheme(config: Mapping[str, Any], names: Collection[str]) -> Scheme | None:
     if strategy not in ("group", "channel"):
         return None
     size = int(weights["group_size"]) if strategy == "group" else -1
-    return Scheme(int(weights.get("num_bits", 0)), size, bool(weights.get("symmetric", True)))
+    return PackedFiles(Scheme(int(weights.get("num_bits", 0)), size, bool(weights.get("symmetric", True))))
 
 
-def written_config(found: Scheme, whole: list[str]) -> dict[str, Any]:
-    """The ``quantization_config`` of a model, of which the linear layers ``whole`` keep their weights."""
+def written_config(found: Scheme, whole: Collection[str], coded: Collection[str]) -> dict[str, Any]:
+    """The ``quantization_config`` of a model, of which the linear layers ``whole`` keep their weights, and those ``coded`` do not."""
     weights = {
         "num_bits": found.bits,
         "type": "int",
@@ -66,21 +57,29 @@ def written_config(found: Scheme, whole: list[str]) -> dict[str, Any]:
         "format": FORM,
         "quantization_status": "compressed",
         "config_groups": {"group_0": group},
-        "ignore": sorted({*whole, "lm_head"}),  # which is a layer of its own there, also where its weights are the embedding's
+        # The head is a layer of its own there, also where its weights are the embedding's.
+        "ignore": sorted({*whole, "lm_head"}.difference(coded)),
         "kv_cache_scheme": None,
         "global_compression_ratio": None,
     }
 
 
-def stored(names: Collection[str]) -> dict[str, tuple[str, ...]]:
-    """Weights, and the names of all their tensors."""
-    found = {}
-    for name in names:
-        if name.endswith(f".weight{_PACKED}"):
-            weight = name.removesuffix(_PACKED)
-            beside = (_beside(weight, SCALE), f"{weight}{_SHAPE}", _beside(weight, ZERO))
-            found[weight] = (name, *(part for part in beside if part in names))
-    return found
+class PackedFiles(GroupedFiles):
+    """Of a directory."""
+
+    def stored(self, names: Collection[str]) -> dict[str, tuple[str, ...]]:
+        """By their packed codes."""
+        found = {}
+        for name in names:
+            if name.endswith(f".weight{_PACKED}"):
+                weight = name.removesuffix(_PACKED)
+                beside = (_beside(weight, SCALE), f"{weight}{_SHAPE}", _beside(weight, ZERO))
+                found[weight] = (name, *(part for part in beside if part in names))
+        return found
+
+    def open(self, name: str, read: Callable[[str], Tensor]) -> PackedWeight:
+        """In the layout that its tensors' shapes say."""
+        return PackedWeight(name, self.scheme.bits, self.scheme.symmetric, read)
 
 
 def _beside(weight: str, key: str) -> str:

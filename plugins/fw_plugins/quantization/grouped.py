@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fw.api.kernels import GroupedCodes
 
-SCALE, ZERO = "weight_scale", "weight_zero_point"
+SCALE, ZERO, ORDER = "weight_scale", "weight_zero_point", "weight_g_idx"
 
 
 @dataclass(frozen=True)
@@ -62,12 +62,15 @@ class Grouped:
         bits: of a code, 4 or 8.
         group: neighbours in a row that share a scale, a divisor of I.
         symmetric: zero is the middle of the codes, and is not kept.
+        ordered: which group each column belongs to is kept, too: those of a group need not be neighbours. Codes that are made here have
+            neighbours for groups all the same.
     """
 
     features: tuple[int, int]
     bits: int
     group: int
     symmetric: bool
+    ordered: bool = False
 
     @property
     def groups(self) -> int:
@@ -78,7 +81,9 @@ class Grouped:
         """Codes by 8 / bits in a byte, the first in the low bits, rows filled up to whole 32-bit words; scales as the bits of fp32."""
         out, into = self.features
         found = {"weight": ((out, -(-into * self.bits // 32) * 4), torch.uint8), SCALE: ((out, self.groups), torch.int32)}
-        return found if self.symmetric else {**found, ZERO: ((out, self.groups), torch.uint8)}
+        if not self.symmetric:
+            found[ZERO] = ((out, self.groups), torch.uint8)
+        return {**found, ORDER: ((into,), torch.int32)} if self.ordered else found
 
     def grid(self, weight_OI: Tensor, dtype: torch.dtype) -> Grid:
         """What the smallest and the largest weight of each group ask for.
@@ -115,20 +120,33 @@ class Grouped:
     def keep(self, codes_OI: Tensor, grid: Grid) -> dict[str, Tensor]:
         """What is kept of codes, whole numbers from 0, of any dtype."""
         kept = {"weight": pack(codes_OI.to(torch.uint8), self.bits), SCALE: grid.scale.contiguous().view(torch.int32)}
-        return kept if self.symmetric else {**kept, ZERO: grid.zero.to(torch.uint8)}
+        if not self.symmetric:
+            kept[ZERO] = grid.zero.to(torch.uint8)
+        return {**kept, ORDER: self.neighbours(codes_OI.device)} if self.ordered else kept
+
+    def neighbours(self, device: torch.device) -> Tensor:
+        """The group of each column ``[I]``, int32, where those of a group are neighbours."""
+        return torch.arange(self.features[1], dtype=torch.int32, device=device) // self.group
 
     def dequantize(self, kept: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
         """``[O, I]`` of what :meth:`kept` names, in its order."""
-        packed, scale_OG, *zero_OG = kept
-        codes_OGn = unpack(packed, self.bits, self.features[1]).unflatten(1, (self.groups, self.group))
+        found = dict(zip(self.kept(), kept, strict=True))
+        codes = unpack(found["weight"], self.bits, self.features[1]).to(dtype)
+        if not self.ordered:
+            codes = codes.unflatten(1, (self.groups, self.group))
+
+        def of_columns(x_OG: Tensor) -> Tensor:
+            x_OG = x_OG.to(dtype)
+            return x_OG.index_select(1, found[ORDER]) if self.ordered else x_OG[..., None]
+
         # Differences of codes are exact in any floating-point dtype, and so are products with a scale before they are rounded.
-        zero = zero_OG[0][..., None].to(dtype) if zero_OG else 2 ** (self.bits - 1)
-        return codes_OGn.to(dtype).sub_(zero).mul_(scale_OG.view(torch.float32)[..., None].to(dtype)).flatten(1)
+        zero = 2 ** (self.bits - 1) if self.symmetric else of_columns(found[ZERO])
+        return codes.sub_(zero).mul_(of_columns(found[SCALE].view(torch.float32))).flatten(1)
 
     def grouped(self, kept: tuple[Tensor, ...]) -> GroupedCodes | None:
-        """For products with the codes themselves."""
+        """For products with the codes themselves, where groups are neighbours."""
         packed, scale_OG, *zero_OG = kept
-        if self.features[1] % 2:
+        if self.features[1] % 2 or self.ordered:
             return None
         scale_OG, middle = scale_OG.view(torch.float32), 2 ** (self.bits - 1)
         offset_OG = (middle - zero_OG[0].float()) * scale_OG if zero_OG else None

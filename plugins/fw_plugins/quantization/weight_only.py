@@ -1,4 +1,4 @@
-"""w4a16 and w8a16: integers with scales by groups, as compressed-tensors' files hold them."""
+"""w4a16 and w8a16: integers with scales by groups, as files of compressed-tensors, AutoGPTQ and AutoAWQ hold them."""
 
 from __future__ import annotations
 
@@ -9,10 +9,17 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from fw.api import CausalLM, Quantized, StoredWeight, UserError
-from fw_plugins.quantization import compressed_tensors_files as files
+from fw_plugins.quantization import columns_files, compressed_tensors_files as files
 from fw_plugins.quantization.coded import CodedLinears, Quantize, left_whole
 from fw_plugins.quantization.gptq import gptq
 from fw_plugins.quantization.grouped import Grouped
+from fw_plugins.quantization.grouped_files import GroupedFiles, Scheme
+
+_READERS: dict[str, Callable[[Mapping[str, Any], Collection[str]], GroupedFiles | None]] = {
+    files.METHOD: files.read_config,
+    columns_files.GPTQ: columns_files.read_gptq,
+    columns_files.AWQ: columns_files.read_awq,
+}
 
 
 @dataclass
@@ -54,13 +61,19 @@ class W4A16(CodedLinears):
     api = 1
     Config = WeightOnlyConfig
     config: WeightOnlyConfig
-    hf_methods = ("compressed-tensors",)
+    hf_methods: ClassVar[tuple[str, ...]] = ("compressed-tensors", "gptq", "awq")
     bits: ClassVar[int] = 4
     methods = ("rtn", "gptq")
+    _files: GroupedFiles | None = None
+    """That it was made for."""
 
     def layout(self, name: str, features: tuple[int, int]) -> Grouped:
         """In groups that divide the row."""
         return grouped_layout(self.config, self.bits, name, features)
+
+    def layout_in_files(self, name: str, read: Callable[[str], Tensor]) -> Grouped | None:
+        """As these files say it of each."""
+        return None if self._files is None else self._files.layout(name, read)
 
     def calibrate(self, weight: Quantized, weight_OI: Tensor, gram_II: Tensor, method: str) -> Mapping[str, Tensor]:
         """By GPTQ."""
@@ -70,27 +83,39 @@ class W4A16(CodedLinears):
     @classmethod
     def from_hf(cls, config: Mapping[str, Any], names: Collection[str]) -> W4A16 | None:
         """Of layers that the files have codes for."""
-        scheme = files.scheme(config, names)
-        found = files.stored(names)
-        if scheme is None or scheme.bits != cls.bits or not found:
+        found = _READERS[str(config.get("quant_method"))](config, names)
+        if found is None or found.scheme.bits != cls.bits or not (stored := found.stored(names)):
             return None
-        plugin = cls(WeightOnlyConfig(scheme.group_size, scheme.symmetric))
-        plugin._in_files = frozenset(found)
+        plugin = cls(WeightOnlyConfig(found.scheme.group_size, found.scheme.symmetric))
+        plugin._in_files, plugin._files = frozenset(stored), found
         return plugin
 
     def hf_config(self, model: CausalLM) -> Mapping[str, Any]:
-        """As compressed-tensors has it, which transformers and vLLM read."""
+        """As compressed-tensors has it, which transformers and vLLM read.
+
+        Raises:
+            UserError: groups are no neighbours.
+        """
+        for name, weight in model.quantized.items():
+            if isinstance(weight.quantize, Quantize) and isinstance(weight.quantize.layout, Grouped) and weight.quantize.layout.ordered:
+                raise UserError(
+                    f"{name}: its columns are in groups by the size of their inputs (desc_act), which files of compressed-tensors"
+                    " have no place for; load the model with quantization='none' and save the weights"
+                )
         stacked = any(of.index is not None for name in model.base() for of in model.hf_tensors(name))
         whole = [*left_whole(model), *(files.EXPERTS if stacked else ())]
-        return files.written_config(files.Scheme(self.bits, self.config.group_size, self.config.symmetric), whole)
+        coded = [of.name.removesuffix(".weight") for name in model.quantized for of in model.hf_tensors(name)]
+        return files.written_config(Scheme(self.bits, self.config.group_size, self.config.symmetric), whole, coded)
 
     def stored(self, names: Collection[str]) -> Mapping[str, tuple[str, ...]]:
-        """By their packed codes."""
-        return files.stored(names)
+        """By their codes."""
+        assert self._files is not None
+        return self._files.stored(names)
 
     def open(self, name: str, read: Callable[[str], Tensor]) -> StoredWeight:
-        """In the layout that its tensors' shapes say."""
-        return files.PackedWeight(name, self.bits, self.config.symmetric, read)
+        """In the layout that its tensors say."""
+        assert self._files is not None
+        return self._files.open(name, read)
 
     def written(self, name: str, weight: Quantized, values: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Packed codes, scales, and the shape."""
@@ -100,5 +125,5 @@ class W4A16(CodedLinears):
 class W8A16(W4A16):
     """Linear layers keep 8-bit integers with a scale per group: about 1.03 bytes per weight, and hardly an error."""
 
-    hf_methods = ("compressed-tensors",)
+    hf_methods = ("compressed-tensors", "gptq")
     bits = 8
