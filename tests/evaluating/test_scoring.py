@@ -72,11 +72,12 @@ def test_what_several_begin_with_is_computed_once(directory):
     before = list(range(3, 51))
     computed = []
     run = llm.engine.runner.run
-    llm.engine.runner.run = lambda pieces: (computed.append([(len(piece.tokens), len(piece.wanted)) for piece in pieces]), run(pieces))[1]
+    llm.engine.runner.run = lambda pieces: (computed.append(list(pieces)), run(pieces))[1]
     scores(llm, [Continuation(before, [100 + n, 7]) for n in range(4)])
     taken = [piece for step in computed for piece in step]
-    assert [tokens for tokens, _ in taken] == [50, 18, 18, 18]  # the third block of 16 has the token whose next one is scored
-    assert all(wanted == 3 for _, wanted in taken), "rows of the head: the continuation's two, and the last, which is always there"
+    assert [len(piece.tokens) for piece in taken] == [50, 18, 18, 18]  # the third block of 16 has the token whose next one is scored
+    rows = [(len(piece.scored), len(piece.wanted)) for piece in taken]
+    assert rows == [(2, 1)] * 4, "of the head: the continuation's two, and the last, which is always there"
 
 
 @pytest.mark.parametrize(
