@@ -39,7 +39,11 @@ def compiler() -> str:
     found = os.environ.get("CXX", "").strip() or shutil.which("g++") or shutil.which("clang++")
     if found is None:
         raise NotCompiled("no C++ compiler is there: install g++, or set CXX")
-    if shutil.which(shlex.split(found)[0]) is None:
+    try:
+        command = shlex.split(found)[0]
+    except ValueError as error:
+        raise NotCompiled(f"CXX={found}: {error}") from None
+    if shutil.which(command) is None:
         raise NotCompiled(f"CXX={found}: there is no such command")
     return found
 

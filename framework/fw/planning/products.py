@@ -20,6 +20,8 @@ from fw.kernels.threads import alone
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm"}
 _MOST_FLOPS = 1 << 37
 """Of a product that is computed as it is: a third of a second on two cores. Of a larger one no side is longer than ``_SIDE``."""
+_MOST_NUMBERS = 1 << 27
+"""Of operands and result together."""
 _SIDE = 4096
 _MATRICES = 4
 
@@ -43,6 +45,8 @@ def packed(given: Sequence[Tensor], dtype: torch.dtype, threads: int) -> list[in
 
 @functools.cache
 def _lays_out(dtype: torch.dtype) -> bool:
+    if not torch.backends.mkldnn.is_available():
+        return False
     if dtype == torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     return dtype == torch.float16 and bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
@@ -52,7 +56,7 @@ def _of_a_size(a: _Laid, b: _Laid) -> tuple[_Laid, _Laid]:
     """The product, or a smaller one that takes as much."""
     (*matrices, m, k), n = a[0], b[0][-1]
     count = matrices[0] if matrices else 1
-    if 2 * count * m * n * k <= _MOST_FLOPS:
+    if 2 * count * m * n * k <= _MOST_FLOPS and count * (m * k + k * n + m * n) <= _MOST_NUMBERS:
         return a, b
     few = [min(count, _MATRICES + count % 2)] if matrices else []  # an odd number is divided among threads otherwise
     m, n, k = (min(size, _SIDE) for size in (m, n, k))
