@@ -31,11 +31,11 @@ from fw.planning.kernels import momentary
 from fw.planning.leaves import tensors
 from fw.planning.nccl import Nccl
 from fw.planning.patches import (
+    ScalarsOnHost,
     converted_in_place,
     generator_states,
     long_lists_looked_through_once,
     places_of_parts_in,
-    scalars_on_host,
     sharding_found_out_in,
     sharding_remembered,
     watched_resize,
@@ -90,7 +90,7 @@ class Ledger(TorchDispatchMode):
         self._stack.enter_context(watched_resize(self._resized))
         self._stack.enter_context(self.gpu.entered() if self.gpu is not None else nullcontext())
         self._stack.enter_context(generator_states(self.on_host))
-        self._stack.enter_context(scalars_on_host(self.on_host) if self.gpu is not None else nullcontext())
+        self._stack.enter_context(ScalarsOnHost(self.on_host) if self.gpu is not None else nullcontext())
         self._stack.enter_context(converted_in_place())
         self._stack.enter_context(sharding_found_out_in(self._pause))
         self._stack.enter_context(places_of_parts_in(self._pause))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch.distributed.tensor import _dispatch as dtensor_dispatch, _sharding_pr
 from torch.distributed.tensor._ops import utils as strategies_of_operators
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.overrides import TorchFunctionMode
 
 
 @contextmanager
@@ -51,24 +52,24 @@ def generator_states(on_host: Callable[[], AbstractContextManager[None]]) -> Ite
         torch.get_rng_state, torch.set_rng_state = get_rng_state, set_rng_state
 
 
-@contextmanager
-def scalars_on_host(on_host: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
-    """A number made without saying where, as an optimizer's count of steps is, is in host memory whatever the device."""
-    zeros, tensor = torch.zeros, torch.tensor
+class ScalarsOnHost(TorchFunctionMode):
+    """A number made without saying where, as an optimizer's count of steps is, is in host memory whatever the device.
 
-    def made_by(original: Callable[..., Tensor], is_scalar: Callable[..., bool]) -> Callable[..., Tensor]:
-        def make(*args: Any, **kwargs: Any) -> Tensor:
-            with on_host() if kwargs.get("device") is None and is_scalar(*args) else nullcontext():
-                return original(*args, **kwargs)
+    Not by other functions in these ones' place: who asks torch for its constructors meanwhile would remember the others for good.
+    """
 
-        return make
+    def __init__(self, on_host: Callable[[], AbstractContextManager[None]]) -> None:
+        super().__init__()
+        self._on_host = on_host
 
-    torch.zeros = made_by(zeros, lambda *size: size == ((),))
-    torch.tensor = made_by(tensor, lambda *data: len(data) == 1 and isinstance(data[0], (int, float)))
-    try:
-        yield
-    finally:
-        torch.zeros, torch.tensor = zeros, tensor
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        if kwargs.get("device") is None and (
+            (func is torch.zeros and args == ((),)) or (func is torch.tensor and len(args) == 1 and isinstance(args[0], (int, float)))
+        ):
+            with self._on_host():
+                return func(*args, **kwargs)
+        return func(*args, **kwargs)
 
 
 @contextmanager
