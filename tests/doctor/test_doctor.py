@@ -14,6 +14,7 @@ from conftest import environment, fw
 from distributed.faulty import installed
 from fw.doctor import hardware, network, software
 from fw.doctor.finding import Finding, guarded
+from fw.launching import cores as shared
 
 GIB = 1 << 30
 
@@ -83,14 +84,12 @@ def test_a_driver_that_torch_does_not_use_is_a_problem(monkeypatch):
     assert "sees no GPU" in problem.text and "CUDA_VISIBLE_DEVICES= may hide it" in problem.fix
 
 
-def test_less_time_than_cores_is_told(monkeypatch, tmp_path):
-    (tmp_path / "cpu.max").write_text("150000 100000\n")
-    assert hardware._quota(tmp_path / "cpu.max") == 1.5
-    (tmp_path / "cpu.max").write_text("max 100000\n")
-    assert hardware._quota(tmp_path / "cpu.max") is None
+def test_less_time_than_cores_is_told(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
-    monkeypatch.setattr(hardware, "_quota", lambda: 1.5)
-    assert [finding.fix for finding in hardware.processor() if finding.state == "note"] == ["set launch.threads to 1"]
+    for module in (hardware, shared):
+        monkeypatch.setattr(module, "quota", lambda: 2.5)
+    notes = [finding.text for finding in hardware.processor() if finding.state == "note"]
+    assert notes == ["the container may use 2.5 of these 8 cores' time: ranks have 2 threads between them"]
 
 
 def test_little_shared_memory_and_few_files_are_told(monkeypatch):

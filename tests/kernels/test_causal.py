@@ -120,7 +120,8 @@ def test_other_sizes_and_dtypes_are_left_to_torch():
 
     assert causal.takes(ones(1, 2, 4, 16), ones(1, 1, 4, 16), ones(1, 1, 4, 16))
     assert not causal.takes(ones(1, 2, 4, 24), ones(1, 1, 4, 24), ones(1, 1, 4, 24))
-    assert not causal.takes(ones(1, 2, 4, 16), ones(1, 1, 5, 16), ones(1, 1, 5, 16))
+    for other in ((1, 1, 5, 16), (2, 1, 4, 16), (1, 1, 4, 32), (1, 3, 4, 16), (1, 0, 4, 16)):  # length, rows, width, heads
+        assert not causal.takes(ones(1, 2, 4, 16), ones(*other), ones(*other))
     assert not causal.takes(*(ones(1, 2, 4, 16, dtype=torch.float64) for _ in range(3)))
     assert not causal.takes(*(ones(1, 2, 4, 16, device="meta") for _ in range(3)))
 
@@ -159,3 +160,52 @@ def test_within_a_compiled_block():
     expected = torch.autograd.grad(block(*given), given, grad)
     found = torch.autograd.grad(torch.compile(block, backend="aot_eager", fullgraph=True)(*given), given, grad)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("pattern", PATTERNS.values(), ids=PATTERNS)
+def test_gradients_can_be_differentiated_again(pattern):
+    given, documents, grad = drawn((2, 4, 2, 40, 16), torch.float32)
+    documents = documents if "documents" in pattern else None
+    how = {"scale": 0.25, "softcap": pattern.get("softcap"), "window": pattern.get("window")}
+    exactly = [x.detach().double().requires_grad_() for x in given]
+    found = []
+    for compute, inputs, name in ((causal.attend, given, "segments_BL"), (by_hand, exactly, "documents")):
+        gradients = torch.autograd.grad(compute(*inputs, **{name: documents}, **how), inputs, grad.to(inputs[0].dtype), create_graph=True)
+        norm = sum(x.square().sum() for x in gradients)
+        found.append([*gradients, *torch.autograd.grad(norm, inputs)])
+    for a, b in zip(*found, strict=True):
+        assert (a - b).abs().max() <= 2e-5 * b.abs().max()
+
+
+def test_a_graph_that_is_kept_gives_the_same_gradients_again():
+    given, _, grad = drawn((1, 4, 2, 90, 32), torch.bfloat16)
+    out = causal.attend(*given, scale=0.2)
+    first, second = (torch.autograd.grad(out, given, grad, retain_graph=True) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_transforms_are_left_to_torch(monkeypatch):
+    given, _, along = drawn((1, 2, 2, 40, 16), torch.float32)
+    q, k, v = (x.detach() for x in given)
+    attention = SDPAttention(None)
+
+    def loss(q):
+        return attention.attend(q, k, v, attention.plan(Pattern(40, 17), CPU), scale=0.2).square().sum()
+
+    # torch's fused kernel has no forward mode either: scores are written out.
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        found = torch.func.jvp(loss, (q,), (along,))[1], torch.func.grad(loss)(q)
+        monkeypatch.setenv("FW_TRAINING_KERNELS", "off")
+        expected = torch.func.jvp(loss, (q,), (along,))[1], torch.func.grad(loss)(q)
+    for a, b in zip(found, expected, strict=True):
+        assert a.abs().max() > 0 and torch.equal(a, b)
+
+
+@pytest.mark.parametrize("window", [1 << 31, (1 << 32) + 1, (1 << 62)])
+def test_a_window_longer_than_everything_is_none(window):
+    given, documents, grad = drawn((2, 4, 2, 90, 32), torch.float32)
+    found = []
+    for width in (window, None):
+        out = causal.attend(*given, scale=0.2, window=width, segments_BL=documents)
+        found.append([out, *torch.autograd.grad(out, given, grad)])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))

@@ -8,7 +8,11 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fw.kernels import differentiable, loss
+from fw.kernels.calls import heard
 from fw_models.layers import GatedMLP, RMSNorm
+from fw_plugins.activation.keeping import keeping
+from fw_plugins.activation.recompute import recompute
+from fw_plugins.activation.selective import operators
 
 PLAIN = {"ignored": -100, "softcap": None, "smoothing": 0.0, "z_loss": 0.0}
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -170,3 +174,81 @@ def test_compiled_blocks_and_generation_do_without(draw):
     assert differentiable.rms_norm(x.double(), weight.double(), 1e-5) is None
     assert differentiable.rms_norm(x.to("meta"), weight.to("meta"), 1e-5) is None
     assert torch.compile(lambda x: differentiable.rms_norm(x, weight, 1e-5) is None, backend="eager")(x)
+
+
+TWICE = {
+    "norm": (
+        lambda x, w: differentiable.rms_norm(x, w, 1e-5),
+        lambda x, w: x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5) * w,
+        ((3, 7, 48), (48,)),
+    ),
+    "shifted norm": (
+        lambda x, w: differentiable.rms_norm(x, w, 1e-5, shifted=True),
+        lambda x, w: x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5) * (1 + w),
+        ((3, 7, 48), (48,)),
+    ),
+    "gate": (differentiable.silu_mul, lambda gate, up: F.silu(gate) * up, ((5, 48), (5, 48))),
+    "rotation": (
+        lambda x: differentiable.rotate(x.transpose(1, 2), ANGLES.cos(), ANGLES.sin()),
+        lambda x: (
+            x.transpose(1, 2) * ANGLES.cos() + torch.cat((-x.transpose(1, 2)[..., 32:], x.transpose(1, 2)[..., :32]), -1) * ANGLES.sin()
+        ),
+        ((2, 5, 3, 64),),
+    ),
+}
+ANGLES = torch.linspace(0, 3, 5 * 64).view(1, 1, 5, 64)
+
+
+@pytest.mark.parametrize("name", TWICE)
+def test_gradients_can_be_differentiated_again(name, draw):
+    ours, torchs, shapes = TWICE[name]
+    given = [draw(*shape).requires_grad_() for shape in shapes]
+    exactly = [exact(x) for x in given]
+    found = []
+    for compute, inputs in ((ours, given), (torchs, exactly)):
+        gradients = torch.autograd.grad(compute(*inputs).square().sum(), inputs, create_graph=True)
+        norm = sum(x.square().sum() for x in gradients)
+        found.append([*gradients, *torch.autograd.grad(norm, inputs)])
+    assert_close(*found, torch.float32)
+
+
+@pytest.mark.parametrize("name", TWICE)
+def test_a_graph_that_is_kept_gives_the_same_gradients_again(name, draw):
+    ours, _, shapes = TWICE[name]
+    given = [draw(*shape).requires_grad_() for shape in shapes]
+    y = ours(*given).square().sum()
+    first, second = (torch.autograd.grad(y, given, retain_graph=True) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_transforms_are_left_to_torch(draw, monkeypatch):
+    mlp, norm, x, along = GatedMLP(64, 96), RMSNorm(64, 1e-5), draw(4, 64), draw(4, 64)
+    torch.nn.init.ones_(norm.weight)
+
+    def loss(x):
+        return mlp(norm(x)).square().sum()
+
+    def derivatives():
+        with torch.autograd.forward_ad.dual_level():
+            dual = torch.autograd.forward_ad.make_dual(x, along)
+            forward = torch.autograd.forward_ad.unpack_dual(loss(dual)).tangent
+        return torch.func.jvp(loss, (x,), (along,))[1], forward, torch.func.grad(loss)(x)
+
+    found = derivatives()
+    monkeypatch.setenv("FW_TRAINING_KERNELS", "off")
+    for a, b in zip(found, derivatives(), strict=True):
+        assert a.abs().max() > 0 and torch.equal(a, b)
+
+
+def test_what_a_gate_gives_can_be_kept_where_a_block_is_recomputed(draw):
+    mlp, x = GatedMLP(64, 96), draw(4, 64).requires_grad_()
+    gates = {}
+    for save in ("fw.silu_mul", "aten.mul"):
+        saved, called = operators(save), []
+        block = torch.nn.Sequential(mlp)
+        recompute(block, keeping(lambda saved=saved: lambda packet, number: str(packet) in saved))
+        y = block(x).sum()
+        with heard(lambda kernel, given, called=called: called.append(kernel.name)):
+            y.backward()
+        gates[save] = called.count("fw_gate_forward")
+    assert gates == {"fw.silu_mul": 0, "aten.mul": 1}

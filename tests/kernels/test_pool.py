@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import ctypes
 import os
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
 from fw.kernels import linear
-from fw.kernels.build import NotCompiled, library
+from fw.kernels.build import NotCompiled, library, set_threads, with_threads
 from fw.kernels.threads import alone
 
 
@@ -89,3 +91,54 @@ def test_torch_works_alone():
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
+
+
+def test_torchs_threads_are_followed(threads, layer):
+    before = torch.get_num_threads()
+    x = torch.randn(5, 512).bfloat16()
+    try:
+        for count in (3, 2, 5):
+            torch.set_num_threads(count)
+            layer(x)
+            assert library().fw_thread_count() == count
+        with with_threads(4):
+            layer(x)
+            with ThreadPoolExecutor(1) as other:
+                other.submit(layer, x).result()
+            assert library().fw_thread_count() == 4  # torch's are what they were
+        layer(x)
+        assert library().fw_thread_count() == 5
+        set_threads(2)
+        assert library().fw_thread_count() == torch.get_num_threads() == 2
+    finally:
+        set_threads(before)
+
+
+WHERE = """
+import os, torch
+torch.set_num_threads(2)
+torch.ones(1 << 20).add_(1)  # from here on OpenMP keeps this thread on one processor
+from fw.kernels.linear import PackedLinear
+before = set(os.listdir("/proc/self/task"))
+own = os.sched_getaffinity(0)
+layer = PackedLinear(torch.nn.Linear(512, 4096, bias=False).bfloat16().requires_grad_(False))
+layer(torch.ones(5, 512).bfloat16())
+(other,) = set(os.listdir("/proc/self/task")) - before
+said = next(line for line in open(f"/proc/self/task/{other}/status") if line.startswith("Cpus_allowed_list"))
+print(len(own), said.split()[1])
+"""
+
+
+@pytest.mark.parametrize("binds", ["true", "close", "spread"])
+def test_where_openmp_keeps_threads_on_processors_ours_are_not_all_on_one(binds, threads):
+    usable = sorted(os.sched_getaffinity(0))
+    if usable != list(range(len(usable))) or len(usable) < 2:
+        pytest.skip("fewer than two processors, or not the first ones")
+    done = subprocess.run(
+        [sys.executable, "-c", WHERE],
+        env={**os.environ, "OMP_PROC_BIND": binds, "OMP_NUM_THREADS": "2", "FW_TESTS_COLD": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.split() == ["1", f"{usable[0]}-{usable[-1]}"]

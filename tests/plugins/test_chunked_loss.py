@@ -198,3 +198,34 @@ def test_what_makes_no_sense_is_refused():
     for option in ({"chunk_tokens": -1}, {"label_smoothing": 1.0}, {"z_loss": -0.1}):
         with pytest.raises(UserError, match="objective"):
             CausalLMConfig(**option)
+
+
+@pytest.mark.parametrize("tokens", [0, 4])
+@pytest.mark.parametrize("length", [0, 8], ids=["no tokens", "all ignored"])
+def test_where_nothing_counts_the_loss_and_all_gradients_are_zero(length, tokens):
+    objective = CausalLMObjective(CausalLMConfig(z_loss=0.1, label_smoothing=0.1, chunk_tokens=tokens))
+    hidden = torch.randn(1, length, D, requires_grad=True)
+    weight_VD = nn.Parameter(torch.randn(V, D))
+
+    class Readout(nn.Module):
+        def forward(self, ids_BL, *, readout, **_):
+            return readout(hidden, LinearHead(weight_VD), None)
+
+    labels = torch.full((1, length), IGNORED)
+    loss = objective.loss_sum(Readout(), {"input_ids": labels, "labels": labels})
+    loss.backward()
+    assert loss == 0 and not hidden.grad.any() and not weight_VD.grad.any()
+
+
+def test_of_no_tokens_in_chunks_the_weights_gradient_is_zero():
+    weight_VD = nn.Parameter(torch.randn(V, D))
+    torch.full((V, D), float("nan"))  # what uninitialised memory may hold
+    TokenLoss().chunked(torch.randn(0, D, requires_grad=True), LinearHead(weight_VD), torch.zeros(0, dtype=torch.long), 4).backward()
+    assert torch.equal(weight_VD.grad, torch.zeros(V, D))
+
+
+def test_gradients_that_are_to_be_differentiated_are_refused_in_a_sentence():
+    x_TD, weight_VD, labels_T = inputs()
+    loss = TokenLoss().chunked(x_TD, LinearHead(weight_VD), labels_T, T)
+    with pytest.raises(RuntimeError, match=r"create_graph=True.*objective.chunk_tokens=0"):
+        torch.autograd.grad(loss, x_TD, create_graph=True)

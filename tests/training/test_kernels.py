@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 import pytest
+import torch
 
 from conftest import column, environment, fw
+from fw.config import load
 from fw.kernels.of_cpu import missing
+from fw.launching import cores
+from fw.planning.host_speed import threads_of
+from fw.recipe import World, resolve
+from fw.training import inputs, rank
 
 
 def trained(name: str, **variables: str) -> str:
@@ -25,3 +32,33 @@ def test_who_cannot_compile_is_told_and_trains_by_torch(workspace: Path) -> None
     assert "training takes torch's operators: false refuses " in trained("refuses", CXX="false", FW_CACHE=str(workspace / "cache"))
     assert column("none", "loss") == column("refuses", "loss") == column("off", "loss") != column("ours", "loss")
     assert column("ours", "loss") == pytest.approx(column("off", "loss"), rel=2e-3)
+
+
+def test_the_first_rank_of_each_host_tells_what_its_own_compiler_lacks(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(inputs, "missing", lambda: "no C++ compiler is there")
+    inputs.note_kernels(World(4, 0, 0, 2, True), torch.device("cpu"))
+    inputs.note_kernels(World(4, 2, 0, 2, True), torch.device("cpu"))
+    inputs.note_kernels(World(4, 2, 0, 2, True), torch.device("cuda"))
+    first, other = capsys.readouterr().err.splitlines()
+    assert first == "fw: CPU kernels are not compiled, and training takes torch's operators: no C++ compiler is there"
+    assert other.startswith(f"fw: on {socket.gethostname()} CPU kernels are not compiled")
+
+
+def test_a_rank_alone_takes_no_more_threads_than_it_has_time_for(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = torch.get_num_threads()
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(cores, "quota", lambda: 1.5)
+    torch.set_num_threads(2)
+    try:
+        recipe = resolve(load("tiny.yaml"))
+        assert threads_of(recipe) == 1
+        rank._share_processors(recipe, World())
+        assert torch.get_num_threads() == 1 and "torch's threads: 1 instead of 2" in capsys.readouterr().err
+        rank._share_processors(resolve(load("tiny.yaml", ["launch.threads=2"])), World())
+        assert torch.get_num_threads() == 2 and not capsys.readouterr().err
+    finally:
+        torch.set_num_threads(before)

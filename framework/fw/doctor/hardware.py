@@ -12,6 +12,7 @@ from pathlib import Path
 
 from fw.caches import cache_dir, user_cache
 from fw.doctor.finding import Finding
+from fw.kernels.cores import cores, quota
 from fw.launching.cores import usable_cores
 
 _GIB = 1 << 30
@@ -24,20 +25,16 @@ def processor() -> Iterator[Finding]:
     """Cores that this process may use, and what they can do."""
     import torch
 
-    cores, all_cores = usable_cores(), os.cpu_count() or 1
+    here, all_cores = len(cores()), os.cpu_count() or 1
     flags = _flags()
     known = [
         name for name, flag in (("AMX", "amx_tile"), ("bf16", "avx512_bf16"), ("AVX-512", "avx512f"), ("AVX2", "avx2")) if flag in flags
     ]
     capability = torch.backends.cpu.get_cpu_capability()
-    yield Finding("processor", "ok", f"{cores} of {all_cores} cores, {', '.join(known) or capability}")
-    if (quota := _quota()) is not None and quota < cores - 0.5:
-        yield Finding(
-            "processor",
-            "note",
-            f"the container may use {quota:g} of these {cores} cores' time",
-            f"set launch.threads to {max(1, int(quota))}",
-        )
+    yield Finding("processor", "ok", f"{here} of {all_cores} cores, {', '.join(known) or capability}")
+    if (most := quota()) is not None and most < here - 0.5:
+        text = f"the container may use {most:g} of these {here} cores' time: ranks have {usable_cores()} threads between them"
+        yield Finding("processor", "note", text, "launch.threads says otherwise")
 
 
 def _flags() -> set[str]:
@@ -46,14 +43,6 @@ def _flags() -> set[str]:
     except OSError:
         return set()
     return set(next((line for line in lines if line.startswith(("flags", "Features"))), "").split())
-
-
-def _quota(file: Path = Path("/sys/fs/cgroup/cpu.max")) -> float | None:
-    try:
-        most, period = file.read_text().split()
-        return int(most) / int(period)
-    except (OSError, ValueError):  # no such file, or "max"
-        return None
 
 
 def gpus() -> Iterator[Finding]:

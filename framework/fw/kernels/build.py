@@ -11,6 +11,7 @@ import shlex
 import shutil
 import subprocess
 import tempfile
+import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -19,11 +20,14 @@ from pathlib import Path
 import torch
 
 from fw.caches import cache_dir
+from fw.kernels.cores import cores, openmp_binds
 from fw.kernels.threads import of_torch
 
 _HERE = Path(__file__).parent
 _FLAGS = ("-O3", "-march=native", "-std=c++17", "-pthread", "-fPIC", "-fno-math-errno", "-fno-trapping-math")
 """Nothing that lets sums be taken in another order than written."""
+_refused: dict[tuple[str, ...], str] = {}
+"""Why, by what is asked for: a compiler that refuses is not asked again, for seconds each time."""
 
 
 class NotCompiled(Exception):
@@ -50,7 +54,7 @@ def compiler() -> str:
 
 @functools.cache
 def library(*flags: str) -> ctypes.CDLL:
-    """All functions, which share their threads: as many as torch has now.
+    """All functions, which share their threads: as many as torch has.
 
     Args:
         flags: further ones for the compiler.
@@ -60,28 +64,60 @@ def library(*flags: str) -> ctypes.CDLL:
     """
     if os.environ.get("FW_KERNELS") == "off":
         raise NotCompiled("FW_KERNELS=off")
-    by = shlex.split(compiler())
+    asked = compiler(), *flags, str(cache_dir())
+    if asked in _refused:
+        raise NotCompiled(_refused[asked])
+    try:
+        found = _loaded(shlex.split(asked[0]), [*_FLAGS, *flags])
+    except NotCompiled as why:
+        _refused[asked] = str(why)
+        raise
+    if openmp_binds():
+        numbers = sorted(cores())
+        found.fw_cores((ctypes.c_int * len(numbers))(*numbers), ctypes.c_long(len(numbers)))
+    _torch.threads = _torch.of_this_thread.number = of_torch()
+    found.fw_threads(ctypes.c_long(_torch.threads))
+    return found
+
+
+def _loaded(by: Sequence[str], flags: Sequence[str]) -> ctypes.CDLL:
     sources = sorted(_HERE.glob("*.cpp"))
     text = b"".join(file.read_bytes() for file in [*sources, *sorted(_HERE.glob("*.h"))])
-    every = [*_FLAGS, *flags]
     version = subprocess.run([*by, "--version"], capture_output=True, check=False).stdout
-    told = b"\0".join([text, version, " ".join(every).encode(), _processor()])
+    told = b"\0".join([text, version, " ".join(flags).encode(), _processor()])
     made = cache_dir() / "kernels" / f"fw-{hashlib.sha256(told).hexdigest()[:16]}.so"
     if not made.exists():
-        _compile(by, every, sources, made)
+        _compile(by, flags, sources, made)
     try:
-        found = ctypes.CDLL(str(made))
+        return ctypes.CDLL(str(made))
     except OSError as error:
         raise NotCompiled(f"{made} cannot be loaded: {error}") from None
-    found.fw_threads(ctypes.c_long(of_torch()))
-    return found
+
+
+class _Torch:
+    """How many threads torch had when kernels were given as many: in all of the program, and where this thread of it last looked."""
+
+    def __init__(self) -> None:
+        self.threads = 0
+        self.of_this_thread = threading.local()
+
+
+_torch = _Torch()
+
+
+def follow_torch() -> None:
+    """Kernels that are loaded have as many threads as torch, where ``torch.set_num_threads`` has changed these."""
+    now, mine = of_torch(), _torch.of_this_thread
+    if now != getattr(mine, "number", _torch.threads) and library.cache_info().currsize:
+        _torch.threads = now
+        library().fw_threads(ctypes.c_long(now))
+    mine.number = now
 
 
 def set_threads(several: int) -> None:
     """Of torch on the CPU, and of kernels where they are loaded."""
     torch.set_num_threads(several)
-    if library.cache_info().currsize:
-        library().fw_threads(ctypes.c_long(several))
+    follow_torch()
 
 
 @contextmanager
@@ -92,6 +128,7 @@ def with_threads(several: int) -> Iterator[None]:
     except NotCompiled:
         yield
         return
+    follow_torch()
     before = made.fw_thread_count()
     made.fw_threads(ctypes.c_long(several))
     try:
@@ -111,6 +148,8 @@ def _compile(compiler: Sequence[str], flags: Sequence[str], sources: Sequence[Pa
             with ThreadPoolExecutor() as at_once:
                 list(at_once.map(_run, commands))
             _run([*compiler, *flags, "-shared", *map(str, objects), "-o", str(out)])
+            with out.open("rb") as whole:
+                os.fsync(whole.fileno())
             out.replace(made)
     except OSError as error:
         raise NotCompiled(f"{made.parent} cannot be written: {error.strerror}") from None

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from fw.kernels.build import NotCompiled, library
+from fw.kernels.build import NotCompiled, follow_torch, library
 
 Listener = Callable[["Kernel", Sequence[Any]], None]
 
@@ -59,7 +59,9 @@ class Kernel:
         Raises:
             NotCompiled: with the reason.
         """
-        self._function(*given)
+        function = self._function
+        follow_torch()
+        function(*given)
         if _hearing.listener is not None:
             _hearing.listener(self, given)
 

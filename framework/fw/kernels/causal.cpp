@@ -89,9 +89,8 @@ template <typename T, typename E>
 void forward(const Call& c) {
     const long each = c.batch * c.kv_heads;
     pool::each(each * c.tiles(), [&](long number) {
-        thread_local Room room;
         const long row = number % each;  // the longest first
-        forward_tile<T, E>(c, row / c.kv_heads, row % c.kv_heads, c.tiles() - 1 - number / each, room);
+        forward_tile<T, E>(c, row / c.kv_heads, row % c.kv_heads, c.tiles() - 1 - number / each, own_room());
     });
 }
 

@@ -54,6 +54,12 @@ struct Room {
     }
 };
 
+// This thread's, for one piece of work after another, forward and backward: as large as the largest has needed.
+inline Room& own_room() {
+    thread_local Room found;
+    return found;
+}
+
 // Rows of a tile of queries, keys or values, of a row's batch and head; those that are not there are zeros.
 template <typename T, typename E>
 void rows_of(const void* place, const long* step, long b, long head, long tile, const Call& c, E* to) {

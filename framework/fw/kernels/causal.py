@@ -1,6 +1,7 @@
 """Causal attention of whole sequences on the CPU, with gradients: an operator of torch's whose memory is that of its results.
 
-A query sees keys up to its own place, of its document and within a window where these are given.
+A query sees keys up to its own place, of its document and within a window where these are given. Where gradients are to be differentiated
+again (``create_graph=True``) backward writes all scores out, by torch's operators.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch.utils.flop_counter import register_flop_formula, sdpa_backward_flop_c
 
 from fw.kernels.calls import Kernel
 from fw.kernels.of_cpu import DTYPES, of_cpu, wanted
+from fw.kernels.twice import by_torch
 
 _LANES = 16
 _LARGEST = 256
@@ -44,9 +46,11 @@ def takes(q_BNLH: Tensor, k_BKLH: Tensor, v_BKLH: Tensor) -> bool:
     """Whether :func:`attend` computes these on this machine, or would in what is planned."""
     if not of_cpu(q_BNLH, k_BKLH, v_BKLH) or not q_BNLH.dtype == k_BKLH.dtype == v_BKLH.dtype or q_BNLH.dtype not in DTYPES:
         return False
-    size = q_BNLH.shape[-1]
-    same = k_BKLH.shape == v_BKLH.shape and q_BNLH.shape[2] == k_BKLH.shape[2] and q_BNLH.numel() > 0
-    return same and size % _LANES == 0 and size <= _LARGEST and _FORWARD.available
+    (batch, heads, length, size), kv_heads = q_BNLH.shape, k_BKLH.shape[1]
+    same = k_BKLH.shape == v_BKLH.shape == (batch, kv_heads, length, size)
+    if not same or not q_BNLH.numel() or not kv_heads or heads % kv_heads:
+        return False
+    return size % _LANES == 0 and size <= _LARGEST and _FORWARD.available
 
 
 def attend(
@@ -84,6 +88,7 @@ def _call(of: Mapping[str, Tensor | None], scale: float, softcap: float, window:
     q, k = of["q"], of["k"]
     assert q is not None and k is not None
     batch, heads, length, dim = q.shape
+    window = min(window, length)
     call = _Call(scale=scale, softcap=softcap, window=window, batch=batch, heads=heads, kv_heads=k.shape[1], length=length, dim=dim)
     call.half = q.dtype == torch.bfloat16
     for name, x in of.items():
@@ -151,8 +156,27 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 def _gradients(ctx: Any, grad_BNLH: Tensor, _: Any) -> tuple[Tensor | None, ...]:
     q, k, v, segments, out, lse = ctx.saved_tensors
+    if torch.is_grad_enabled():
+        return (*by_torch(lambda q, k, v: _written_out(q, k, v, segments, *ctx.how), (q, k, v), grad_BNLH), None, None, None, None)
     found = torch.ops.fw.causal_attention_backward(_rows(grad_BNLH), q, k, v, segments, out, lse, *ctx.how)
     return (*found, None, None, None, None)
+
+
+def _written_out(
+    q_BNLH: Tensor, k_BKLH: Tensor, v_BKLH: Tensor, segments_BL: Tensor | None, scale: float, softcap: float, window: int
+) -> Tensor:
+    group, length = q_BNLH.shape[1] // k_BKLH.shape[1], q_BNLH.shape[2]
+    k_BNLH, v_BNLH = (x.float().repeat_interleave(group, 1) for x in (k_BKLH, v_BKLH))
+    scores_BNLL = scale * q_BNLH.float() @ k_BNLH.transpose(-1, -2)
+    if softcap:
+        scores_BNLL = softcap * torch.tanh(scores_BNLL / softcap)
+    behind_LL = torch.arange(length, device=q_BNLH.device)[:, None] - torch.arange(length, device=q_BNLH.device)
+    seen = behind_LL >= 0
+    if window:
+        seen = seen & (behind_LL < window)
+    if segments_BL is not None:
+        seen = seen & (segments_BL[:, None, :, None] == segments_BL[:, None, None, :])
+    return scores_BNLL.masked_fill(~seen, float("-inf")).softmax(-1) @ v_BNLH
 
 
 _forward.register_autograd(_gradients, setup_context=_keep)

@@ -1,6 +1,7 @@
 """Norms, rotation and gates of a model that trains on the CPU, in one pass over memory each: operators of torch's, with gradients.
 
-What backward needs is what went in, and of a norm a number for each row. Each gives None where it does not apply: in generation, which has
+What backward needs is what went in, and of a norm a number for each row; one whose gradients are to be differentiated again
+(``create_graph=True``) computes by torch's operators. Each gives None where it does not apply: in generation, which has
 its own, within ``torch.compile``, which fuses by itself, on other devices and dtypes, or without a compiler.
 """
 
@@ -10,10 +11,12 @@ import ctypes
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fw.kernels.calls import Kernel
 from fw.kernels.of_cpu import DTYPES, of_cpu
+from fw.kernels.twice import by_torch
 
 _LANES = 16
 _PIECE = 1 << 15
@@ -109,16 +112,23 @@ def _norm_back_room(grad_D: Tensor, x_D: Tensor, weight_D: Tensor, scales: Tenso
 
 
 def _norm_keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    x_D, weight_D, _, ctx.shifted, _ = inputs
+    x_D, weight_D, ctx.eps, ctx.shifted, _ = inputs
     ctx.save_for_backward(x_D, weight_D, output[1])
     ctx.mark_non_differentiable(output[1])
 
 
 def _norm_gradients(ctx: Any, grad_D: Tensor, _: Any) -> tuple[Tensor | None, ...]:
     x_D, weight_D, scales = ctx.saved_tensors
+    if torch.is_grad_enabled():
+        return (*by_torch(lambda x_D, weight_D: _normed(x_D, weight_D, ctx.eps, ctx.shifted), (x_D, weight_D), grad_D), None, None, None)
     dx_D, sums_PD = torch.ops.fw.rms_norm_backward(grad_D.contiguous(), x_D, weight_D, scales, ctx.shifted)
     wants_weight = ctx.needs_input_grad[1]
     return dx_D, sums_PD.sum(0).to(weight_D.dtype) if wants_weight else None, None, None, None
+
+
+def _normed(x_D: Tensor, weight_D: Tensor, eps: float, shifted: bool) -> Tensor:
+    x_D, weight_D = x_D.float(), weight_D.float()
+    return x_D * torch.rsqrt(x_D.square().mean(-1, keepdim=True) + eps) * (1 + weight_D if shifted else weight_D)
 
 
 _norm.register_autograd(_norm_gradients, setup_context=_norm_keep)
@@ -178,7 +188,9 @@ def _gate_keep(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
     ctx.save_for_backward(*inputs)
 
 
-def _gate_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+def _gate_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    if torch.is_grad_enabled():
+        return by_torch(lambda gate, up: F.silu(gate.float()) * up.float(), ctx.saved_tensors, grad)
     found: tuple[Tensor, Tensor] = torch.ops.fw.silu_mul_backward(grad.contiguous(), *ctx.saved_tensors)
     return found
 

@@ -56,10 +56,22 @@ static inline void stored(uint16_t* at, Lane value) {
     std::memcpy(at, &halves, sizeof halves);
 }
 
+// Those of both at these places, where the second one's begin at 16.
+template <int... PLACES>
+static inline Lane picked(Lane a, Lane b) {
+    static_assert(sizeof...(PLACES) == LANES, "one for each number");
+#if defined(__clang__) || __GNUC__ >= 12
+    return __builtin_shufflevector(a, b, PLACES...);
+#else
+    const Bits places = {PLACES...};
+    return __builtin_shuffle(a, b, places);
+#endif
+}
+
 static inline float added_up(Lane x) {
-    x += __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7);
-    x += __builtin_shufflevector(x, x, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11);
-    x += __builtin_shufflevector(x, x, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13);
+    x += picked<8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7>(x, x);
+    x += picked<4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11>(x, x);
+    x += picked<2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13>(x, x);
     return x[0] + x[1];
 }
 

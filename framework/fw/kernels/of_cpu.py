@@ -33,5 +33,11 @@ def missing() -> str | None:
 
 def of_cpu(*tensors: Tensor) -> bool:
     """Whether these are plain numbers in a CPU's memory, or stand for such in a plan: no parts of a DTensor, and no memory that cannot be
-    read at an address."""
-    return wanted() and planned_gpu() is None and all(type(x) in _PLAIN and x.is_cpu for x in tensors)
+    read at an address. Not within transforms of ``torch.func`` and forward-mode differentiation, which only torch's operators know."""
+    return wanted() and planned_gpu() is None and not _transformed() and all(type(x) in _PLAIN and x.is_cpu for x in tensors)
+
+
+def _transformed() -> bool:
+    if torch.compiler.is_compiling():  # has transforms of its own, and cannot trace the question
+        return False
+    return torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0

@@ -4,15 +4,33 @@
 #include "pool.h"
 
 #include <pthread.h>
+#if defined(__linux__)
+#include <sched.h>
+#endif
 
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <mutex>
+#include <system_error>
 #include <thread>
 
 namespace {
+
+#if defined(__linux__)
+cpu_set_t cores;
+bool bound = false;
+#endif
+
+// A thread inherits the processors of who begins it: where OpenMP keeps that one on one, all would share it.
+void spread(std::thread& begun) {
+#if defined(__linux__)
+    if (bound) pthread_setaffinity_np(begun.native_handle(), sizeof cores, &cores);
+#else
+    (void)begun;
+#endif
+}
 
 constexpr auto LOOKOUT = std::chrono::microseconds(200);
 constexpr uint64_t CLOSED = 0xffffffff;
@@ -67,7 +85,15 @@ struct Pool {
     }
 
     void run(uint64_t pieces, void* with, void (*what)(void*, long)) {
-        for (; started < threads.load(); started++) std::thread([this, number = started] { serve(number); }).detach();
+        for (; started < threads.load(); started++) {
+            try {
+                std::thread begun([this, number = started] { serve(number); });
+                spread(begun);
+                begun.detach();
+            } catch (const std::system_error&) {  // the system gives no more: those that are there do the work
+                threads.store(started);
+            }
+        }
         const uint64_t job = (turn.load() >> 32) + 1;
         turn.store(job << 32 | CLOSED);
         count.store(pieces);
@@ -113,3 +139,13 @@ long pool::threads() { return the_pool->threads.load(); }
 extern "C" void fw_threads(long count) { the_pool->threads.store(count); }
 
 extern "C" long fw_thread_count() { return pool::threads(); }
+
+// On which processors threads that begin from now on may run. To be said before there are several callers.
+extern "C" void fw_cores(const int* numbers, long count) {
+#if defined(__linux__)
+    CPU_ZERO(&cores);
+    for (long i = 0; i < count; i++)
+        if (numbers[i] < CPU_SETSIZE) CPU_SET(numbers[i], &cores);
+    bound = count > 0;
+#endif
+}

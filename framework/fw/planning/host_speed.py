@@ -5,7 +5,6 @@ Nothing of a model is in it: products of square matrices, sums of long vectors, 
 
 from __future__ import annotations
 
-import os
 import socket
 import threading
 import time
@@ -18,7 +17,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fw.launching.cores import usable_cores
+from fw.kernels.threads import of_torch
+from fw.launching.cores import threads_of_rank
 from fw.recipe import Recipe
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -65,9 +65,8 @@ class HostSpeed:
 
 
 def threads_of(recipe: Recipe) -> int:
-    """Of a rank on a CPU: as the launcher has them."""
-    named = os.environ.get("OMP_NUM_THREADS", "")
-    return recipe.launch.threads or (int(named) if named.isdecimal() and int(named) else max(1, usable_cores() // recipe.ranks_per_host))
+    """Of a rank on a CPU: as it trains with."""
+    return threads_of_rank(recipe.ranks_per_host, recipe.launch.threads, of_torch())
 
 
 @contextmanager

@@ -138,7 +138,10 @@ class ChatTemplates:
             return self._texts[chosen], self._places[chosen]
         if "{{" not in chosen and "{%" not in chosen:
             near = did_you_mean(chosen, self._texts)
-            raise UserError(f"{self._place}: there is no chat template '{chosen}'{near} (there are: {there or 'none'})")
+            raise UserError(
+                f"{self._place}: there is no chat template '{chosen}'{near} (there are: {there or 'none'}); "
+                f"give a template's own text, or put its file there as {TEMPLATE}"
+            )
         return chosen, "chat_template"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import sys
 from itertools import islice
 
@@ -97,10 +98,15 @@ def note(recipe: Recipe, device: torch.device) -> None:
         say(f"warning: {advice}")
     if text := recipe.step_spec(device).optimizer.note:
         say(text)
-    if device.type == "cpu" and (why := missing()):
-        say(f"CPU kernels are not compiled, and training takes torch's operators: {why}")
     if recipe.names["peft"] != ("none",) and recipe.model.weights is None:
         say("the base has initial values, and checkpoints hold adapters alone; to begin from a model: model={name: auto, path: DIRECTORY}")
+
+
+def note_kernels(world: World, device: torch.device) -> None:
+    """Say where this host cannot compile kernels that were asked for; for one rank of each host."""
+    if device.type == "cpu" and (why := missing()):
+        host = "" if world.is_first else f"on {socket.gethostname()} "
+        say(f"{host}CPU kernels are not compiled, and training takes torch's operators: {why}")
 
 
 def device_of(recipe: Recipe, world: World) -> torch.device:

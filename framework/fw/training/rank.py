@@ -21,6 +21,7 @@ from fw.errors import EXIT_FAILED, EXIT_OK, EXIT_REQUEUE, FwError, RunError
 from fw.kernels.build import set_threads
 from fw.kinds.data import Corpus
 from fw.launching import outcome
+from fw.launching.cores import threads_of_rank
 from fw.launching.membership import leave
 from fw.launching.network import use_interface
 from fw.launching.peers import peer_error
@@ -36,7 +37,7 @@ from fw.training.between_steps import BetweenSteps
 from fw.training.determinism import deterministic, prevented
 from fw.training.hang_watch import HangWatch
 from fw.training.host_allocator import keep_freed_memory
-from fw.training.inputs import check_files, device_of, note, note_codes, open_data, say, say_nothing
+from fw.training.inputs import check_files, device_of, note, note_codes, note_kernels, open_data, say, say_nothing
 from fw.training.loading import loader
 from fw.training.loggers import build as build_loggers, flat
 from fw.training.module import TrainingModule
@@ -80,6 +81,8 @@ def _train_rank(recipe: Recipe, world: World, files: Mapping[str, str]) -> Endin
         check(recipe, vocab_size, device, batches.rows)
         if world.is_first:
             note(recipe, device)
+        if world.local_rank == 0:
+            note_kernels(world, device)
     timeout = recipe.launch.timeout
     strategy = MeshStrategy(world, recipe.mesh_shape, device, timeout, recipe.checkpoint.config.timeout or timeout)
     try:
@@ -109,8 +112,7 @@ def _train_joined(
         if world.is_first:
             note_codes(recipe, vocab_size)
     seed_all(recipe.train.seed * 1_000_003 + world.rank)
-    if recipe.launch.threads is not None:
-        set_threads(recipe.launch.threads)
+    _share_processors(recipe, world)
     if checkpoint is not None and checkpoint.state()["step"] >= recipe.train.max_steps:
         if world.is_first:
             say(f"{checkpoint.place} is at step {checkpoint.state()['step']}, train.max_steps is {recipe.train.max_steps}: nothing to do")
@@ -215,6 +217,18 @@ def _train_joined(
             logger.close()
         watch.rest()
     return _leave_outcome(code), summary
+
+
+def _share_processors(recipe: Recipe, world: World) -> None:
+    """Torch's threads are what was asked for; of a rank that is alone on its host no more than the processors' time it may have."""
+    asked, own = recipe.launch.threads, torch.get_num_threads()
+    if asked is None and world.local_size > 1:
+        return  # as who started them said
+    threads = threads_of_rank(world.local_size, asked, own)
+    if asked is None and threads < own:
+        say(f"torch's threads: {threads} instead of {own}, as many cores' time this process may use; launch.threads says otherwise")
+    if threads != own:
+        set_threads(threads)
 
 
 def _public(value: Any) -> Any:

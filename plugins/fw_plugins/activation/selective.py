@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+import fw.api.kernels  # noqa: F401  whose operators are torch's from then on
 from fw.api import ActivationPlugin, CausalLM, StepSpec, UserError
 from fw_plugins.activation.keeping import keeping
 from fw_plugins.activation.recompute import recompute
@@ -38,7 +39,8 @@ class SelectiveConfig:
 
     save: list[str] = field(default_factory=lambda: ["matmul", "attention"])
     """Operators whose results stay: `matmul` (matrix products of every kind), `attention` (the fused attention kernels), or names of
-    operators, like `aten.mul`."""
+    operators, like `aten.mul`. What fw's own kernels compute (FW_TRAINING_KERNELS=on) torch's operators do not: `fw.silu_mul` is the gate
+    with its product, `fw.rms_norm` a norm, `fw.rotate` the rotation."""
     matmul_every: int = 2
     """Of the matrix products of a block every n-th result stays; 1 for all."""
 

@@ -23,7 +23,7 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 
 from fw.api import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_REQUEUE, EXIT_USER, LauncherPlugin, LaunchSection, Prepare, RunError
-from fw.api.launching import Fate, outcome
+from fw.api.launching import Fate, outcome, threads_of_rank
 from fw_plugins.launcher import rendezvous as meeting
 from fw_plugins.launcher.agent import RankAgent
 
@@ -55,7 +55,8 @@ class LocalLauncher(LauncherPlugin):
 def _launch(command: Sequence[str], launch: LaunchSection, prepare: Prepare) -> int:
     if launch.threads is not None:
         os.environ["OMP_NUM_THREADS"] = str(launch.threads)
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // launch.devices)))
+    elif launch.devices > 1:  # a single one takes torch's own
+        os.environ.setdefault("OMP_NUM_THREADS", str(threads_of_rank(launch.devices, None)))
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"  # stops reach the ranks through our handler, which waits for their save
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # each attempt gets a store of its own, empty of the last one's addresses
     with tempfile.TemporaryDirectory(prefix="fw-outcome-") as outcomes, _forward_signals() as asked:

@@ -76,7 +76,7 @@ def at_once(x_TD: Tensor, head: Head) -> bool:
     """Whether loss and gradients together take less time and memory than one after the other even for all tokens."""
     device = x_TD.device.type
     dtype = torch.get_autocast_dtype(device) if device != "meta" and torch.is_autocast_enabled(device) else x_TD.dtype
-    return isinstance(head, LinearHead) and kernels.takes(dtype, x_TD, head.weight_VD)
+    return isinstance(head, LinearHead) and len(x_TD) > 0 and kernels.takes(dtype, x_TD, head.weight_VD)
 
 
 class _Chunked(torch.autograd.Function):
@@ -101,7 +101,8 @@ class _Chunked(torch.autograd.Function):
             total = torch.zeros((), device=x_TD.device)
             grad_x_TD = torch.empty_like(x_TD) if wants_x else None
             summed = weight_VD.dtype if tokens >= len(x_TD) else torch.float32
-            grad_weight_VD = torch.empty_like(weight_VD, dtype=summed) if wants_weight else None
+            room = torch.empty_like if len(x_TD) else torch.zeros_like  # which the first chunk fills
+            grad_weight_VD = room(weight_VD, dtype=summed) if wants_weight else None
             for first in range(0, len(x_TD), tokens):
                 rows = slice(first, first + tokens)
                 x_cD, labels_c = x_TD[rows].detach().to(dtype), labels_T[rows]
@@ -126,8 +127,13 @@ def scaled(ctx: Any, grad: Tensor) -> Iterator[Tensor | None]:
     """The gradients that forward has left there, times that of what it gave; in their memory.
 
     Raises:
-        RuntimeError: a second time.
+        RuntimeError: a second time, or for gradients that are to be differentiated again.
     """
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "this loss has computed its gradients in forward, and they cannot be differentiated (create_graph=True): "
+            "use objective.chunk_tokens=0, and not FW_TRAINING_KERNELS"
+        )
     if not hasattr(ctx, "gradients"):
         raise RuntimeError("this loss has computed its gradients in forward and given them away: a second backward needs another forward")
     gradients: tuple[Tensor | None, ...] = ctx.gradients
