@@ -39,7 +39,7 @@ class SelectiveConfig:
 
     save: list[str] = field(default_factory=lambda: ["matmul", "attention"])
     """Operators whose results stay: `matmul` (matrix products of every kind), `attention` (the fused attention kernels), or names of
-    operators, like `aten.mul`. What fw's own kernels compute (FW_TRAINING_KERNELS=on) torch's operators do not: `fw.silu_mul` is the gate
+    operators, like `aten.mul`. What fw's own kernels compute on a CPU torch's operators do not: `fw.silu_mul` is the gate
     with its product, `fw.rms_norm` a norm, `fw.rotate` the rotation."""
     matmul_every: int = 2
     """Of the matrix products of a block every n-th result stays; 1 for all."""

@@ -132,7 +132,7 @@ def scaled(ctx: Any, grad: Tensor) -> Iterator[Tensor | None]:
     if torch.is_grad_enabled():
         raise RuntimeError(
             "this loss has computed its gradients in forward, and they cannot be differentiated (create_graph=True): "
-            "use objective.chunk_tokens=0, and not FW_TRAINING_KERNELS"
+            "use objective.chunk_tokens=0 with FW_TRAINING_KERNELS=off in the environment"
         )
     if not hasattr(ctx, "gradients"):
         raise RuntimeError("this loss has computed its gradients in forward and given them away: a second backward needs another forward")
