@@ -104,7 +104,7 @@ def test_a_file_that_is_wrong_is_told_by_line(client):
         10: "unknown_parameter",
         11: "request_too_large",
         12: "invalid_json_line",
-        13: "invalid_value",
+        13: "invalid_json_line",
     }
     assert [error.param for error in batch.errors.data][2:6] == ["custom_id", "url", "method", "custom_id"]
     empty = calls.ended(client, calls.create(client, ["", ""]))
@@ -123,7 +123,7 @@ def test_a_line_that_fails_fails_alone(batching, client):
         "too many": ({"prompt": "x", "n": 17}, 400, None),
         "a token": ({"prompt": [70_000]}, 400, None),
         "a form": ({"prompt": "x", "regex": "("}, 400, None),
-        "more than there is room for": ({"prompt": ["x"] * 7, "max_tokens": 1}, 429, "queue_full"),
+        "more than there is room for": ({"prompt": ["x"] * 7, "max_tokens": 1}, 400, "too_many_sequences"),
     }
     lines = [{**calls.line(0, **body), "custom_id": name} for name, (body, _, _) in wrong.items()]
     wide = [calls.line("wide", prompt=["x"] * 6, max_tokens=1)]  # more than are computed at once; some of it must wait
@@ -221,13 +221,13 @@ def test_large_files_come_and_go_as_they_are(batching, client):
         assert found.status_code == 413
     assert len(client.files.list().data) == before
     with batching.raw() as sock:  # and of one that goes nothing is left
-        lines = ["POST /v1/files HTTP/1.1", "Host: here", "Content-Type: multipart/form-data; boundary=b", "Content-Length: 9999", "", ""]
+        lines = ["POST /v1/files HTTP/1.1", "Host: [::1]", "Content-Type: multipart/form-data; boundary=b", "Content-Length: 9999", "", ""]
         sock.sendall("\r\n".join(lines).encode() + head + b"x")
         until(lambda: list(batching.place.glob("*.part")))
     until(lambda: not list(batching.place.glob("*.part")))
     assert until(lambda: [line for line in batching.log if line.get("status") == 499])
     with batching.raw() as sock:
-        sock.sendall(f"GET /v1/files/{id}/content HTTP/1.1\r\nHost: here\r\n\r\n".encode())
+        sock.sendall(f"GET /v1/files/{id}/content HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
         assert sock.recv(10)
     assert client.files.content(id).content == content
     assert not [line for line in batching.log if line["event"] == "log"]
@@ -291,7 +291,7 @@ def test_ids_are_no_paths(batching, client):
     kinds = (("files", ""), ("files", "/content"), ("batches", ""))
     for path in [f"/v1/{kind}/{id}{rest}" for kind, rest in kinds for id in (*strange, f"x/../{file}")]:
         with batching.raw() as sock:  # as it stands, where a client would tidy it
-            sock.sendall(f"GET {path} HTTP/1.1\r\nHost: here\r\nConnection: close\r\n\r\n".encode())
+            sock.sendall(f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())
             status = sock.makefile("rb").readline().split()[1]
             assert status in (b"404", b"405"), path
     with batching.client() as plain:

@@ -348,7 +348,8 @@ def test_what_has_no_effect_is_taken():
     """As clients send it that say everything."""
     without = {"store": False, "background": False, "previous_response_id": None, "conversation": None, "truncation": "disabled"}
     without |= {"service_tier": "auto", "tools": [], "tool_choice": "auto", "text": {"verbosity": "medium"}, "include": []}
-    without |= {"reasoning": {"effort": "low", "summary": None}, "stream_options": {"include_obfuscation": False}, "top_logprobs": 0}
+    without |= {"reasoning": {"effort": "low", "summary": None}, "top_logprobs": 0}
+    without |= {"stream": True, "stream_options": {"include_obfuscation": False}}
     assert ResponseRequest.model_validate({"input": "x", **without}).input[0].content[0].text == "x"
 
 

@@ -10,6 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 import fw
+from server import batch_calls as calls
 from serving import Server, serving, until
 
 trace_service = pytest.importorskip("opentelemetry.proto.collector.trace.v1.trace_service_pb2")
@@ -69,7 +70,7 @@ def test_a_span_for_each_request_none_lost_at_the_end(directory, collector):
     assert second.trace_id.hex() != TRACE and not second.parent_span_id
     found = {each.key: value(each.value) for each in first.attributes}
     assert 0 < found.pop("gen_ai.response.time_to_first_chunk") < (first.end_time_unix_nano - first.start_time_unix_nano) / 1e9
-    assert found.pop("http.request.header.x-request-id") == line["id"]
+    assert found.pop("http.response.header.x-request-id") == [line["id"]]
     assert found == {
         "http.request.method": "POST",
         "url.path": "/v1/completions",
@@ -82,6 +83,26 @@ def test_a_span_for_each_request_none_lost_at_the_end(directory, collector):
     }
     assert {each.key: value(each.value) for each in wrong.attributes}["http.response.status_code"] == 400
     assert not any(b"secret" in span.SerializeToString() for _, span in spans)
+
+
+def test_lines_of_batches_and_what_is_in_no_log(directory, collector):
+    address, spans = collector
+    with serving(directory, "inference.dtype=fp32", f"serve.traces={address}", "serve.log=none") as server, server.client() as http:
+        asked = {"prompt": "a secret", "max_tokens": 2, "ignore_eos": True}
+        id = http.post("/v1/completions", json=asked, headers={"X-Request-Id": "mine"}).headers["x-request-id"]
+        client = server.openai()
+        batch = calls.ended(client, calls.create(client, [calls.line(1, **asked), calls.line(2, prompt=[])]))
+        answers = calls.answers(client, batch)
+    found = [(span.name, {each.key: value(each.value) for each in span.attributes}) for _, span in spans]
+    by_id = {of["http.response.header.x-request-id"][0]: of for name, of in found if name == "POST /v1/completions"}
+    assert id == "mine" and len(by_id) == 3 and "fw.batch.id" not in by_id[id]
+    assert by_id[id]["gen_ai.usage.output_tokens"] == 2
+    for number, status in ((1, 200), (2, 400)):
+        told = answers[f"line {number}"]["response"]
+        of = by_id[told["request_id"]]
+        assert of["fw.batch.id"] == batch.id and of["http.response.status_code"] == told["status_code"] == status
+        assert of.get("gen_ai.usage.output_tokens") == (2 if status == 200 else None)
+    assert not [line for line in server.errors if line.startswith("{")]
 
 
 def test_a_collector_that_is_not_there_holds_up_nobody(directory):

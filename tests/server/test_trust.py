@@ -25,7 +25,7 @@ def _open(server, path="/v1/completions", headers=(), **body):
     """A request on a connection of its own, which nobody reads yet."""
     data = json.dumps(body).encode()
     sock = server.raw()
-    lines = [f"POST {path} HTTP/1.1", "Host: here", "Content-Type: application/json", f"Content-Length: {len(data)}", *headers]
+    lines = [f"POST {path} HTTP/1.1", "Host: localhost", "Content-Type: application/json", f"Content-Length: {len(data)}", *headers]
     sock.sendall("\r\n".join(lines).encode() + b"\r\n\r\n" + data)
     return sock
 
@@ -69,7 +69,7 @@ def test_keys(directory, tmp_path):
 def test_whoever_sends_too_much_hears_so_all_the_same(small, size=20 << 20):
     """Even where all of it is sent before anything is read; a connection that is closed amid it would take the answer along."""
     with closing(small.raw()) as sock:
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: here\r\nContent-Type: application/json\r\nContent-Length: {size}\r\n\r\n"
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {size}\r\n\r\n"
         sock.sendall(head.encode())
         for _ in range(size >> 20):
             sock.sendall(b" " * (1 << 20))
@@ -209,6 +209,7 @@ def test_sigterm_lets_requests_end(directory):
     with serving(directory, "--drain", "60") as server, server.client() as client:
         sock = _open(server, prompt="x", stream=True, **BUSY)
         _running(server, 1)
+        os.kill(server.engine(), signal.SIGTERM)  # as systemd does, which tells all processes of a service
         server.terminate()
         until(lambda: client.get("/ready").status_code == 503)
         assert client.get("/ready").json()["status"] == "draining" and client.get("/health").status_code == 200

@@ -5,7 +5,8 @@
 A small model with little room for keys and values and a short queue, so that sequences are preempted and requests refused. A third of
 the requests are left at a random moment: half sent, before the answer, or within a stream. A tenth are wrong in some way. In the end,
 with nobody there, every block of keys and values must be free, no request running or waiting, no answer of 5xx given, and no process
-larger than after the first parts. Leaves with 1 where something of this is not so, or refusals took too long.
+larger than after the first parts (RssAnon of server and engine). Leaves with 1 where something of this is not so, where a request got no
+whole answer in time, or where refusals by the full queue took too long: those of wrong requests, which no queue sees, are not among these.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ TEXT = (json.__doc__ or "") + (asyncio.gather.__doc__ or "") + "Ünïcödé, 漢
 PARTS, WARM = 10, 3
 """After each part memory is looked at, with nobody there; after the first ones rooms are filled, and code is loaded."""
 PATIENCE_S = 120.0
+FULL = 429
+"""Status of what the full queue refuses."""
 MALFORMED: list[tuple[Any, ...]] = [
     (400, "POST", "/v1/completions", b"{"),
     (400, "POST", "/v1/completions", b"[" * 5000),
@@ -51,7 +54,7 @@ OPTIONS = (
     "inference.max_sequences=16",
     "inference.max_context=512",
     "inference.kv_budget=384KiB",
-    "serve.max_queue=40",
+    "serve.max_queue=24",
     "serve.max_body=64KiB",
     "serve.log=none",
 )
@@ -63,29 +66,35 @@ class Crowd:
     Attributes:
         outcomes: how requests ended: a status, or ``left`` by the client.
         refusals: seconds to the answer of each that was refused, by what with.
-        wrong: what should not have happened.
+        stuck: requests that had no whole answer in time.
+        wrong: what else should not have happened.
     """
 
     def __init__(self, server: Server, seed: int) -> None:
         self.server, self.chance = server, random.Random(seed)
         self.outcomes: Counter[str] = Counter()
         self.refusals: dict[int, list[float]] = {}
+        self.stuck: list[str] = []
         self.wrong: list[str] = []
 
     async def request(self, connection: Connection) -> None:
         """One of any kind."""
         lot = self.chance.random()
         words: list[Any] = []
+        if lot < 0.1:
+            status, *words = self.chance.choice(MALFORMED)
+            work = self._whole(connection, (status,), *words)
+        elif lot < 0.1 + 1 / 3:
+            work = self._left(connection)
+        else:
+            words = ["POST", *self._asked()]
+            work = self._whole(connection, (200, 429), *words)
         try:
-            if lot < 0.1:
-                status, *words = self.chance.choice(MALFORMED)
-                await self._whole(connection, (status,), *words)
-            elif lot < 0.1 + 1 / 3:
-                await self._left(connection)
-            else:
-                words = ["POST", *self._asked()]
-                await self._whole(connection, (200, 429), *words)
-        except (Closed, ConnectionError, asyncio.TimeoutError) as error:
+            await asyncio.wait_for(work, PATIENCE_S)
+        except asyncio.TimeoutError:
+            connection.close()
+            self.stuck.append(str(words or "one that was to be left"))
+        except (Closed, ConnectionError) as error:
             self.wrong.append(f"{type(error).__name__} {error} of {words}")
 
     def _asked(self) -> tuple[str, dict[str, Any]]:
@@ -111,7 +120,7 @@ class Crowd:
 
     async def _whole(self, connection: Connection, right: tuple[int, ...], method: str, path: str, body: Any = None) -> None:
         begin = time.perf_counter()
-        pieces = await asyncio.wait_for(connection.ask(method, path, body), PATIENCE_S)
+        pieces = await connection.ask(method, path, body)
         self._ended(connection.status, path, time.perf_counter() - begin, right)
         content = b"".join([piece async for piece in pieces])
         if connection.status == 200 and body.get("stream") and not content.endswith(b"data: [DONE]\n\n"):
@@ -195,7 +204,7 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--concurrency", type=int, default=64)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--growth", type=float, default=3.0, help="percent that a process may grow after the first parts")
-    parser.add_argument("--patience", type=float, default=0.1, help="seconds that 99 of 100 refusals may take")
+    parser.add_argument("--patience", type=float, default=0.1, help="seconds that 99 of 100 refusals by the full queue may take")
     options = parser.parse_args(words)
     with tempfile.TemporaryDirectory() as place:
         model = make_model(Path(place) / "model")
@@ -217,9 +226,12 @@ def main(words: list[str] | None = None) -> int:
     print(f"keys, values {budget - used:,} of {budget:,} bytes are free; running {stats['running']}, waiting {stats['waiting']}")
     for status, times in sorted(crowd.refusals.items()):
         print(f"refused {status}  {len(times):,}: median {percentile(times, 0.5) * 1e3:.1f} ms, p99 {percentile(times, 0.99) * 1e3:.1f} ms")
-    every = [each for times in crowd.refusals.values() for each in times]
-    if (p99 := percentile(every, 0.99)) > options.patience:
-        wrong.append(f"p99 of refusals is {p99 * 1e3:.0f} ms")
+    print(f"stuck        {len(crowd.stuck):,} without a whole answer after {PATIENCE_S:g} s")
+    wrong += [f"stuck: {text[:300]}" for text in crowd.stuck]
+    if FULL not in crowd.refusals:
+        wrong.append("the queue was never full; ask with a larger --concurrency or more --requests")
+    elif (p99 := percentile(crowd.refusals[FULL], 0.99)) > options.patience:
+        wrong.append(f"p99 of refusals by the full queue is {p99 * 1e3:.0f} ms")
     for name, sizes in memory.items():
         growth = 100 * (sizes[-1] / sizes[WARM - 1] - 1)
         print(f"{name:12} {' '.join(f'{size / 2**20:.1f}' for size in sizes)} MiB ({growth:+.1f} % after {WARM} of {PARTS} parts)")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 
+from fw.errors import EXIT_OK
+
 EXAMPLES = """examples:
   fw serve path/to/model
   fw serve runs/quickstart --port 9000 --name quickstart
@@ -38,11 +40,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Until SIGTERM or Ctrl-C."""
+    from fw.server.signals import Asked, leaving
+
+    try:
+        with leaving():
+            return _run(options)
+    except Asked:
+        return EXIT_OK
+
+
+def _run(options: argparse.Namespace) -> int:
     from fw.server.run import run as serve
     from fw.server.settings import settings
 
-    given = {name: getattr(options, name) for name in _OPTIONS}
-    words = [f"serve.{name}={value}" for name, value in given.items() if value is not None]
-    words += ["serve.insecure=true"] if options.insecure else []
-    words += [f"serve.adapters=[{', '.join(options.adapter)}]"] if options.adapter else []
-    return serve(settings(options.model, [*options.overrides, *words]))
+    given = {name: value for name in _OPTIONS if (value := getattr(options, name)) is not None}
+    given |= {"insecure": True} if options.insecure else {}
+    given |= {"adapters": options.adapter} if options.adapter else {}
+    return serve(settings(options.model, options.overrides, given))

@@ -53,6 +53,10 @@ class InferenceSection:
     """On a GPU, begin a step before the last one's tokens have come from there, and look at these meanwhile: Python between steps costs no
     time. What is generated stays the same. Not with log-probabilities, penalties, forms, adapters, guesses or several ranks. On a CPU a
     step ends before anything else begins."""
+    batch_invariant: bool = False
+    """Results of a token are the same to the last bit whatever is computed beside it, log-probabilities included, in every dtype and
+    without a compiler. A model is given as many rows at a time as always, 16 on a CPU, 64 on a GPU: long prompts and many answers at once
+    take longer, and steps are not recorded. Takes no memory but logits of these rows."""
     prompt_tokens: int | None = None
     """Of these, most that one prompt may take, so that a long one does not keep short ones waiting; empty for half."""
 

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 from dataclasses import dataclass, field
 from typing import Literal
 
 from fw.config.size import parse_size
 from fw.errors import UserError
+
+_ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/\s\[\],*]+|[a-z][a-z0-9+.-]*://\[[0-9a-f:.]+\](:\d+)?")
+"""As browsers write them (RFC 6454), in small letters."""
+
+_LEAST = {"replicas": 1, "max_queue": 0, "max_prompt_tokens": 1, "max_n": 1, "max_inputs": 1, "timeout": 0.001, "drain": 0}
 
 
 @dataclass
@@ -34,8 +40,11 @@ class ServeSection:
     """File with a key in each line. More may be in the environment, FW_API_KEYS, with commas between them."""
     insecure: bool = False
     """Listen at any address without keys."""
+    allowed_hosts: list[str] = field(default_factory=list)
+    """Names that requests may ask this server by (their Host), besides localhost, addresses and `host`; '*' for all. Empty for all, but for
+    a server without keys at an address of this machine's own: a page could come in by a name of its own there, so others are refused."""
     cors_origins: list[str] = field(default_factory=list)
-    """Origins, like https://example.com, whose pages may ask from a browser. Empty for none."""
+    """Origins, like https://example.com, whose pages may ask from a browser; `*` for all. Empty for none."""
     max_queue: int = 256
     """Sequences that may wait; whoever comes then is refused at once, with 429."""
     max_body: str = "16MiB"
@@ -43,7 +52,9 @@ class ServeSection:
     max_prompt_tokens: int | None = None
     """Of a prompt; empty for the model's context."""
     max_n: int = 16
-    """Answers to one prompt, and prompts in one request, each."""
+    """Answers to one prompt."""
+    max_inputs: int = 2048
+    """Prompts in one request, or texts that it wants embeddings of."""
     timeout: float = 600.0
     """Seconds for a request, from its arrival to the end of its answer."""
     drain: float = 30.0
@@ -55,12 +66,12 @@ class ServeSection:
     log: Literal["json", "none"] = "json"
     """A line on stderr for each request."""
     log_prompts: bool = False
-    """With prompts and answers in it."""
+    """With prompts and answers in it, and what unexpected errors say, which may repeat them."""
     traces: str = ""
     """Where OpenTelemetry's spans are sent, like http://collector:4318/v1/traces. Empty for nowhere."""
 
     def __post_init__(self) -> None:
-        for name, least in (("replicas", 1), ("max_queue", 0), ("max_prompt_tokens", 1), ("max_n", 1), ("timeout", 0.001), ("drain", 0)):
+        for name, least in _LEAST.items():
             value = getattr(self, name)
             if value is not None and value < least:
                 raise UserError(f"serve.{name}: {value} is too small; the least is {least}")
@@ -72,6 +83,16 @@ class ServeSection:
             name, _, directory = text.partition("=")
             if not (name and directory):
                 raise UserError(f"serve.adapters: {text}: give NAME=DIR, the name that requests ask for and the adapter's directory")
+        for text in self.allowed_hosts:
+            if not text or set(text) & set("/: "):
+                raise UserError(
+                    f"serve.allowed_hosts: '{text}' is no name; give them like models.example.com, without a port, or '*' for all"
+                )
+        for text in self.cors_origins:
+            if not _ORIGIN.fullmatch(text):
+                raise UserError(
+                    f"serve.cors_origins: {text} is no origin; give them like https://example.com, without a path, or '*' for all"
+                )
 
     @property
     def is_public(self) -> bool:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fw.errors import UserError, did_you_mean
+from fw.kernels.fixed_rows import rows_of_products
 from fw.kernels.linear import PackedLinear, available, layer_of, takes
 from fw.kinds.model import CausalLM
 from fw.pretrained.low_rank import LowRankChange
@@ -129,7 +130,10 @@ class Adapters:
         """After a layer: what adapters of its tokens add."""
         for adapter, rows in self._now:
             if (change := adapter.changes.get(layer)) is not None:
-                out_1TO[0].index_add_(0, rows, change(args[0][0, rows]))
+                x_TI = args[0][0]
+                # Of all rows, where products have a number of them: those with the adapter are as many as happen to be there.
+                added = change(x_TI[rows]) if rows_of_products() is None else change(x_TI)[rows]
+                out_1TO[0].index_add_(0, rows, added)
 
 
 def _layer(weight_OI: Tensor, device: torch.device) -> nn.Module:

@@ -75,6 +75,7 @@ def circumstances_of(recipe: InferenceRecipe, adapter: str | Path | None, adapte
         **{f"adapters {name}": str(Path(directory)) for name, directory in adapters.items()},
         **sections,
         **{f"{INFERENCE}.{name}": getattr(options, name) for name in ("dtype", "weights", "max_context")},
+        **({f"{INFERENCE}.batch_invariant": True} if options.batch_invariant else {}),
     }
 
 

@@ -42,15 +42,15 @@ class ThroughCache(AttentionPlugin):
 
 
 class _OfBlock(ThroughCache):
-    def __init__(self, cache: KVCache, block: int) -> None:
+    def __init__(self, attend: Callable[..., Tensor], block: int) -> None:
         super().__init__()
-        self._cache, self._block = cache, block
+        self._attend, self._block = attend, block
 
     def attend(
         self, q_BNLH: Tensor, k_BKLH: Tensor, v_BKLH: Tensor, plan: Any, *, scale: float, softcap: float | None = None, dropout: float = 0.0
     ) -> Tensor:
         q_TNH, k_TKH, v_TKH = (x_BNLH[0].transpose(0, 1) for x_BNLH in (q_BNLH, k_BKLH, v_BKLH))
-        return self._cache.attend(self._block, q_TNH, k_TKH, v_TKH, scale=scale, softcap=softcap).transpose(0, 1)[None]
+        return self._attend(self._block, q_TNH, k_TKH, v_TKH, scale=scale, softcap=softcap).transpose(0, 1)[None]
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,14 @@ class Runner:
             found = [module for module in block.modules() if isinstance(getattr(module, "attention", None), ThroughCache)]
             if len(found) != 1:
                 raise UserError(f"block {number} of the model does not leave its attention to a plugin, so no cache can be put behind it")
-            setattr(found[0], "attention", _OfBlock(cache, number))  # noqa: B010 - any module of a model's
+            setattr(found[0], "attention", _OfBlock(self._attend, number))  # noqa: B010 - any module of a model's
+
+    def _attend(self, block: int, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, *, scale: float, softcap: float | None) -> Tensor:
+        return self._cache.attend(block, q_TNH, k_TKH, v_TKH, scale=scale, softcap=softcap)
+
+    def _filled(self, rows: list[int]) -> list[int]:
+        """As many as the model is to see."""
+        return rows
 
     def _through(self, head: Head) -> Head:
         """The head's weight may be the embedding's, which nothing has packed: it is used as it lies."""
@@ -150,7 +157,7 @@ class Runner:
         return self._by_python(pieces, tokens_T)
 
     def _by_python(self, pieces: Sequence[Piece], tokens_T: Tensor | None) -> list[Tensor]:
-        at = [position for piece in pieces for position in range(piece.stretch.start, piece.stretch.end)]
+        at = self._filled([position for piece in pieces for position in range(piece.stretch.start, piece.stretch.end)])
         rows, begin = [], 0
         hidden: list[list[int]] = []
         scored: list[tuple[int, int]] = []
@@ -160,9 +167,9 @@ class Runner:
             hidden.append([begin + row for row in piece.hidden])
             begin += piece.stretch.length
         self._cache.begin([piece.stretch for piece in pieces])
-        wanted_R = torch.tensor(rows, dtype=torch.int64, device=self._device)
+        wanted_R = torch.tensor(self._filled(rows), dtype=torch.int64, device=self._device)
         if tokens_T is None:
-            tokens_T = torch.tensor([token for piece in pieces for token in piece.tokens], device=self._device)
+            tokens_T = torch.tensor(self._filled([token for piece in pieces for token in piece.tokens]), device=self._device)
         ids_1T, positions_1T = tokens_T[None], torch.tensor([at], device=self._device)
         states: dict[int, Tensor] = {}
 
@@ -174,12 +181,12 @@ class Runner:
                 self._score(pieces, these, logits_of)
 
         logits_RV = self._logits(ids_1T, positions_1T, wanted_R, see if any(hidden) or scored else None)
-        found = logits_RV.split([len(piece.wanted) for piece in pieces])
+        found = logits_RV[: len(rows)].split([len(piece.wanted) for piece in pieces])
         return [states.get(number, logits_RV) for number, logits_RV in enumerate(found)]
 
     def _score(self, pieces: Sequence[Piece], scored: Sequence[tuple[int, int]], logits_of: Callable[[Tensor], Tensor]) -> None:
         """Rows, each of the piece of that number."""
-        logits_RV = logits_of(torch.tensor([row for row, _ in scored], device=self._device))
+        logits_RV = logits_of(torch.tensor(self._filled([row for row, _ in scored]), device=self._device))
         begin = 0
         for number, its_rows in groupby(number for _, number in scored):
             end = begin + len(list(its_rows))

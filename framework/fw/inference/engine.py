@@ -14,15 +14,16 @@ from fw.config import InferenceSection
 from fw.errors import UserError
 from fw.inference.adapters import Adapters
 from fw.inference.cached import Piece, Runner
+from fw.inference.checking import check
 from fw.inference.options import Sampling
 from fw.inference.pieces import goes_on_simply, piece_of
-from fw.inference.results import Completion, Delta, FinishReason, Pooling, Result
-from fw.inference.sampling import NO_TOKEN, Choice, choose
+from fw.inference.results import Delta, FinishReason, Pooling, Result
+from fw.inference.sampling import Choice, choose
 from fw.inference.scheduler import Scheduler
-from fw.inference.sequence import Answer, Logprobs, Request
+from fw.inference.sequence import Answer, Request
 from fw.inference.speculation import Guesser
-from fw.inference.structure import Structure
-from fw.inference.telling import embedding, pool, tell
+from fw.inference.structure import Form, Structure
+from fw.inference.telling import blame, pool, result_of, tell
 from fw.inference.text import AnswerText
 from fw.inference.warm_up import warm_up
 from fw.kinds.kv_cache import KVCache, Stretch
@@ -94,7 +95,7 @@ class Engine:
         self.runner, self._options, self._tokenizer = runner, options, tokenizer
         self.context, self.vocab_size, self.ends = context, vocab_size, ends
         self.scheduler = Scheduler(cache, options)
-        self._structure = Structure(tokenizer, vocab_size, ends)
+        self.structure = Structure(tokenizer, vocab_size, ends)
         self.reads, self.read_bytes = reads, 0
         self.guesses, self.right_guesses = 0, 0
         self.adapters, self.guesser, self._threads = adapters, guesser, threads
@@ -107,6 +108,12 @@ class Engine:
     def __len__(self) -> int:
         """Requests that are not ended."""
         return len(self._requests)
+
+    @property
+    def begun(self) -> list[str]:
+        """Requests that a step computes something of, or has; the others only wait."""
+        running = {answer.request.key for answer in self.scheduler.running}
+        return [key for key, of in self._requests.items() if key in running or any(a.finish_reason for a in of.answers)]
 
     def warm_up(self, sizes: Sequence[int]) -> None:
         """Do now what the first requests would wait for: as steps of so many sequences do."""
@@ -121,6 +128,7 @@ class Engine:
         priority: int = 0,
         adapter: str | None = None,
         pooling: Pooling | None = None,
+        form: Form | None = None,
     ) -> None:
         """A request, which runs from the next step on that has room.
 
@@ -130,34 +138,18 @@ class Engine:
             priority: lower goes first.
             adapter: by its name.
             pooling: instead of an answer give the prompt's embedding, made of its hidden states so.
+            form: that ``sampling`` asks for, by :attr:`structure`; None where it is to be made now.
 
         Raises:
             UserError: the prompt is too long, empty, or has ids that the model does not; more is asked for than ever fits, an adapter
                 that is not loaded, or hidden states of a model that has none to show.
         """
         assert key not in self._requests, "keys are of one request each"
-        if not prompt:
-            raise UserError("the prompt has no tokens; a model needs one at least, its beginning of a text for one")
         if pooling is not None:
             sampling = Sampling(max_tokens=0, logprobs=None)
             if not self._shows_hidden_states:
                 raise UserError("hidden states of this model are not to be had, so it gives no embeddings; those of fw's own models are")
-        if len(prompt) >= self.context + (sampling.max_tokens == 0):
-            raise UserError(f"the prompt has {len(prompt)} tokens, and prompt and answer together at most {self.context}")
-        for what, ids in (
-            ("the prompt", prompt),
-            ("logit_bias", sampling.logit_bias),
-            ("stop_token_ids", sampling.stop_token_ids),
-        ):
-            if strange := [token for token in ids if not 0 <= token < self.vocab_size]:
-                raise UserError(f"{what} has token {strange[0]}, and the model has {self.vocab_size}")
-        if sampling.drawn > self._options.max_sequences:
-            raise UserError(f"{sampling.drawn} answers are more than run at once, inference.max_sequences: {self._options.max_sequences}")
-        limit = self.context - len(prompt)
-        if sampling.max_tokens is not None:
-            limit = min(limit, sampling.max_tokens)
-        if sampling.min_tokens > limit:
-            raise UserError(f"min_tokens: {sampling.min_tokens} are more than the {limit} that the prompt leaves of {self.context}")
+        limit = check(prompt, sampling, self.context, self.vocab_size, self._options.max_sequences)
         chosen = None if adapter is None else self.adapters.find(adapter)
         request = Request(
             key,
@@ -167,7 +159,7 @@ class Engine:
             next(self._arrivals),
             limit,
             adapter=chosen,
-            form=self._structure.form(sampling),
+            form=form or self.structure.form(sampling),
             pooling=pooling,
         )
         first = self._answer(request, 0)
@@ -255,6 +247,10 @@ class Engine:
     def _results(self, deltas: Sequence[Delta]) -> list[Result]:
         """Of requests that have ended by these."""
         ended = [self._requests[key] for key in dict.fromkeys(d.key for d in deltas if d.finish_reason)]
+        for request in ended:
+            for answer in request.answers if request.error is not None else ():
+                if answer.finish_reason is None:  # it would be for nobody
+                    self._finish(answer, "abort")
         return [self._ended(request) for request in ended if all(a.finish_reason for a in request.answers)]
 
     def _checked(self, guessed: Sequence[tuple[Answer, Tensor]]) -> list[Delta]:
@@ -318,7 +314,7 @@ class Engine:
         first: dict[str, Answer] = {}
         for row, answer in answers.items():
             if (token := chosen.tokens[row]) is None:
-                answer.request.error = NO_TOKEN
+                blame(answer, row in chosen.strange)
             elif row in chosen.logprobs:
                 own_V = chosen.own(row) if answer.request.sampling.logprobs else None
                 tell(answer.logprobs, chosen.logprobs[row], own_V, answer.request.sampling.logprobs or 0)
@@ -330,11 +326,20 @@ class Engine:
         return [self._take(answer, chosen.tokens[row]) for row, answer in answers.items()]
 
     def _take(self, answer: Answer, token: int | None) -> Delta:
-        """What a new token means for its answer, or that there is none to choose."""
-        if token is None:
-            return Delta(answer.request.key, answer.index, self._finish(answer, "abort"), None, None, "abort")
+        """What a new token means for its answer, or that there is none to choose, or that something goes wrong with it alone."""
+        try:
+            if token is not None:
+                return self._taken(answer, token)
+            rest = self._finish(answer, "abort")
+        except Exception as error:
+            answer.request.fail(error)
+            rest = ""
+            self._let_go(answer, "abort")
+        return Delta(answer.request.key, answer.index, rest, None, None, "abort")
+
+    def _taken(self, answer: Answer, token: int) -> Delta:
         sampling, text = answer.request.sampling, self._texts[answer.number]
-        asked = token in sampling.stop_token_ids
+        asked = token in answer.request.stop_ids
         ends = answer.generated >= sampling.min_tokens and (asked or (token in self.ends and not sampling.ignore_eos))
         if answer.form is not None:
             ends = ends or token in self.ends
@@ -367,28 +372,17 @@ class Engine:
         rest = text.finish()
         if text.stopped_by is not None and reason == "length":
             reason, answer.stopped_by = "stop", text.stopped_by
+        self._let_go(answer, reason)
+        return rest
+
+    def _let_go(self, answer: Answer, reason: FinishReason) -> None:
         answer.finish_reason = reason
         self.scheduler.remove(answer)
         if self.guesser is not None:
             self.guesser.forget(answer)
-        return rest
 
     def _ended(self, request: Request) -> Result:
         del self._requests[request.key]
-        sampling = request.sampling
-        answers = request.answers
-        if sampling.drawn > sampling.n:
-            answers = sorted(answers, key=lambda each: -each.total / max(1, each.generated))[: sampling.n]
-        completions = []
-        for index, answer in enumerate(answers):
-            assert answer.finish_reason is not None
-            asked = answer.logprobs if sampling.logprobs is not None else Logprobs()
-            text = self._texts[answer.number].given
-            completions.append(Completion(index, text, answer.own, asked.chosen, asked.top, answer.finish_reason, answer.stopped_by))
-        for answer in request.answers:
-            del self._texts[answer.number]
+        result = result_of(request, {answer.number: self._texts.pop(answer.number).given for answer in request.answers})
         request.answers = []  # which know the request, too: without a circle both are gone at once, and not when somebody collects garbage
-        prompt = request.prompt_logprobs
-        return Result(
-            request.key, request.prompt, completions, prompt.chosen, prompt.top, request.cached, embedding(request), request.error
-        )
+        return result

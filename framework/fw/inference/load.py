@@ -17,6 +17,7 @@ from fw.checkpointing.pages import trim
 from fw.errors import UserError
 from fw.inference.draft import DraftModel
 from fw.inference.engine import Engine, Reads
+from fw.inference.invariant import InTiles, try_out
 from fw.inference.options import Sampling
 from fw.inference.prepare import OverCache, Prepared, base_of, device_of, prepare
 from fw.inference.ranks import First
@@ -83,9 +84,14 @@ def _loaded(prepared: Prepared, recipe: InferenceRecipe, tokenizer: Tokenizer, r
     generation = _generation(prepared.base)
     bring_ahead(own.model)
     trim()  # plain weights have been replaced by packed ones
+    cache = own.cache if ranks is None else ranks.mirrored(own.cache)
+    threads = partial(_threads, prepared.own_threads, None if ranks is None else ranks.threads)
+    if isinstance(own.runner, InTiles):
+        with threads():
+            try_out(own.runner, cache, own.context, own.model.vocab_size)
     engine = Engine(
         own.runner,
-        own.cache if ranks is None else ranks.mirrored(own.cache),
+        cache,
         recipe.inference,
         tokenizer,
         own.context,
@@ -94,7 +100,7 @@ def _loaded(prepared: Prepared, recipe: InferenceRecipe, tokenizer: Tokenizer, r
         _reads(own, 1 if ranks is None else ranks.ranks),
         own.adapters,
         _guesser(prepared, recipe),
-        partial(_threads, prepared.own_threads, None if ranks is None else ranks.threads),
+        threads,
         own.model.shows_hidden_states,
         overlap=recipe.inference.overlap and prepared.device.type == "cuda" and ranks is None,
     )

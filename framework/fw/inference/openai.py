@@ -142,7 +142,7 @@ def head(chat: bool, key: str, name: str) -> dict[str, Any]:
 def usage(results: Sequence[Result]) -> dict[str, Any]:
     """Tokens of prompts and answers."""
     prompt = sum(len(result.prompt_token_ids) for result in results)
-    own = sum(len(completion.token_ids) for result in results for completion in result.completions)
+    own = sum(result.generated_tokens for result in results)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": own,
@@ -192,23 +192,36 @@ def chat_logprobs(model: Model, tokens: Iterable[Told]) -> list[dict[str, Any]]:
     return [{**one(token, logprob), "top_logprobs": [one(other, its) for other, its in top.items()]} for token, logprob, top in tokens]
 
 
-def text_logprobs(model: Model, tokens: Iterable[Told], start: int = 0) -> dict[str, Any]:
+class Offsets:
+    """Where tokens stand in their text, one after another: characters may be of several tokens, of which the last one has it."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer, self._at = tokenizer, 0
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def next(self, token: int) -> int:
+        """Of the next one."""
+        at = self._at
+        if token not in self._tokenizer.special_ids:
+            self._at += len(self._decoder.decode(self._tokenizer.token_bytes(token)))
+        return at
+
+
+def text_logprobs(model: Model, tokens: Iterable[Told], at: Offsets | None = None) -> dict[str, Any]:
     """As completions have them. A token that is no text of its own is written ``bytes:\\xNN``.
 
     Args:
-        start: where in the text the first of the tokens stands.
+        at: of the text's tokens, those before these told; None where these are the first.
     """
     known, texts, logprobs, tops, offsets = model.tokenizer, [], [], [], []
-    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    at = at or Offsets(known)
     for token, logprob, top in tokens:
         texts.append(_name(known, token))
         logprobs.append(logprob)
         named = {_name(known, other): its for other, its in top.items()}
         # Of equal names, which only byte tokens and text may have, the likelier one is kept: it comes first.
         tops.append({**named, **({texts[-1]: logprob} if top and logprob is not None and texts[-1] not in named else {})} or None)
-        offsets.append(start)
-        if token not in known.special_ids:
-            start += len(decoder.decode(known.token_bytes(token)))
+        offsets.append(at.next(token))
     return {"tokens": texts, "token_logprobs": logprobs, "top_logprobs": tops if any(tops) else None, "text_offset": offsets}
 
 

@@ -15,6 +15,8 @@ _GREEDY_BELOW = 1e-5
 _MAY_BE_NONE = ("max_tokens", "seed", "best_of", "logprobs", "prompt_logprobs")
 _MOST = 3.4e38
 """Of numbers that logits meet."""
+_FORM_CHARACTERS: Mapping[str, int] = {"json_schema": 128 << 10, "regex": 32 << 10, "grammar": 32 << 10}
+"""Most of a form's text: what llguidance takes for it in memory, time and stack grows with it, of some as its square."""
 _CALLED: Mapping[type, str] = {int: "whole number", float: "number", bool: "true or false"}
 
 
@@ -114,7 +116,8 @@ class Sampling:
             raise UserError(f"min_tokens: {self.min_tokens} is more than max_tokens {self.max_tokens}")
         if not all(self.stop):
             raise UserError("stop: an empty text ends every answer before it begins; leave it out")
-        parsed_form(self.json_schema, self.regex, self.grammar)
+        if (form := self.form) is not None:
+            _check_form(*form)
 
     def _take_lists(self) -> None:
         """In the forms in which JSON has them, too: one text for a list of it, numbers as keys in quotation marks."""
@@ -174,3 +177,25 @@ def parsed_form(json_schema: Any, regex: Any, grammar: Any) -> tuple[str, Any] |
     elif not isinstance(value, str):
         raise UserError(f"{name}: {value!r} is no text")
     return name, value
+
+
+def form_text(name: str, value: Any) -> str:
+    """Of a form as :func:`parsed_form` has it.
+
+    Raises:
+        UserError: it is no JSON, or too deep for it.
+    """
+    if name != "json_schema":
+        return str(value)
+    try:
+        return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    except RecursionError:
+        raise UserError("json_schema: it is nested too deeply; name parts of it in $defs") from None
+    except (TypeError, ValueError) as error:
+        raise UserError(f"json_schema: not JSON: {error}") from None
+
+
+def _check_form(name: str, value: Any) -> None:
+    length, most = len(form_text(name, value)), _FORM_CHARACTERS[name]
+    if length > most:
+        raise UserError(f"{name}: {length:,} characters are more than the {most:,} that one may have; ask for a simpler one")

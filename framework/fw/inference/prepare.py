@@ -14,6 +14,7 @@ from fw.errors import UserError
 from fw.inference.adapters import Adapters
 from fw.inference.cached import Runner, ThroughCache
 from fw.inference.divided import Ranks
+from fw.inference.invariant import InTiles, refuse
 from fw.inference.packing import join, pack
 from fw.kinds.kv_cache import KVCache, KVNeeds
 from fw.kinds.model import CausalLM
@@ -104,6 +105,8 @@ def prepare(
     models = [model, *([_draft(options.draft, dtype, device, read)] if options.draft else [])]
     context = _context(model, options.max_context)
     plugin = recipe.kv_cache
+    if options.batch_invariant:
+        refuse(model, plugin)
     divided = [ranks, *(Ranks() for _ in models[1:])]  # a draft is the first one's
     shapes = [between.kv_shapes(each) for each, between in zip(models, divided, strict=True)]
     token_bytes = [plugin.token_bytes(these, dtype) for these in shapes]
@@ -124,9 +127,11 @@ def prepare(
         longest = min(context, each.context)
         step_tokens = options.prompt_share + (options.speculate if made else 0)
         share = between.agreed(int(budget * bytes_of / sum(token_bytes)))
-        cache = plugin.make(KVNeeds(these, dtype, device, share, longest, step_tokens))
+        tiled = options.batch_invariant and not made  # what a draft guesses changes no answer
+        cache = plugin.make(KVNeeds(these, dtype, device, share, longest, step_tokens, batch_invariant=tiled))
         adapters = Adapters(each, device, changes, ranks.loaded)
-        runner = Runner(each, cache, device, adapters, options.replay, between)
+        replay = options.replay and not tiled
+        runner = (InTiles if tiled else Runner)(each, cache, device, adapters, replay, between)
         made.append(OverCache(each, runner, cache, adapters, share, bytes_of, min(longest, cache.capacity)))
     own = made[0]
     for advice in recipe.advice:

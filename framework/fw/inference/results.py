@@ -66,6 +66,8 @@ class Result:
         cached_tokens: of the prompt, that others had computed.
         embedding: of the prompt, where that was asked for; else empty.
         error: why an answer could not go on; None where all ended as they should.
+        fault: what a log has of it, where that is not what was asked for.
+        generated_tokens: of all answers, also of those of ``best_of`` that are not given.
     """
 
     key: str
@@ -76,6 +78,8 @@ class Result:
     cached_tokens: int
     embedding: Sequence[float] = ()
     error: str | None = None
+    fault: str | None = None
+    generated_tokens: int = 0
 
     def __repr__(self) -> str:
         answers = [f"{each.text!r} ({len(each.token_ids):,} tokens, {each.finish_reason})" for each in self.completions]

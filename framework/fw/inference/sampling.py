@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from fw.inference.options import Sampling
-from fw.inference.sequence import Answer
+from fw.inference.sequence import Answer, Request
 
-NO_TOKEN = "no token can be chosen: the model's logits are not finite, or all are ruled out; inference.dtype=fp32 gives them more range"
+NO_TOKEN = "no token can be chosen: all are ruled out by what was asked for"
+NOT_FINITE = "no token can be chosen: the model's logits are not finite; inference.dtype=fp32 gives them more range"
 
 
 def gathered(rows: Sequence[Tensor], asked: Sequence[int]) -> tuple[Tensor, Tensor | None]:
@@ -31,11 +32,13 @@ class Chosen:
         tokens: one of each row; None where there is none to choose, since no logit is a number, or all are ruled out.
         logprobs: of these under the model itself, by the number of the row, where they were asked for.
         own_AV: all log-probabilities of such rows, in that order; None where nobody wants more than one.
+        strange: rows without a token whose logits are no numbers.
     """
 
     tokens: list[int | None]
     logprobs: dict[int, float]
     own_AV: Tensor | None
+    strange: frozenset[int] = frozenset()
 
     def own(self, row: int) -> Tensor:
         """All log-probabilities ``[V]`` of a row that was asked for."""
@@ -48,16 +51,16 @@ class Choice:
 
     Args:
         tokens_B: one of each row.
-        there_B: whether there was one to choose.
+        best_B: the largest logit of each row, which is no number where there is no token to choose.
         asked: rows whose log-probabilities are wanted.
         own_AV: these, in order.
         whole: whether of more than the tokens; else they are gone when those are known.
     """
 
-    def __init__(self, tokens_B: Tensor, there_B: Tensor, asked: Sequence[int], own_AV: Tensor | None, whole: bool) -> None:
-        self.tokens_B = tokens_B
+    def __init__(self, tokens_B: Tensor, best_B: Tensor, asked: Sequence[int], own_AV: Tensor | None, whole: bool) -> None:
+        self.tokens_B, self._best_B = tokens_B, best_B
         self._asked, self._own_AV = asked, own_AV if whole else None
-        found = tokens_B.where(there_B, -1)
+        found = tokens_B.where(best_B.isfinite(), -1)
         if own_AV is not None:
             of_A = tokens_B if len(asked) == len(tokens_B) else tokens_B[to_device(asked, tokens_B.device)]
             # Numbers of tokens are exact in fp64, and log-probabilities stay what they are.
@@ -80,7 +83,10 @@ class Choice:
         found = self._found.tolist()
         count = len(self.tokens_B)
         tokens = [int(token) if token >= 0 else None for token in found[:count]]
-        return Chosen(tokens, dict(zip(self._asked, found[count:], strict=True)), self._own_AV)
+        strange: frozenset[int] = frozenset()
+        if None in tokens:
+            strange = frozenset(row for row, best in enumerate(self._best_B.tolist()) if math.isnan(best))
+        return Chosen(tokens, dict(zip(self._asked, found[count:], strict=True)), self._own_AV, strange)
 
 
 def choose(rows: Sequence[Tensor], answers: Sequence[Answer], asked: Sequence[int], ends: frozenset[int]) -> Choice:
@@ -95,7 +101,7 @@ def choose(rows: Sequence[Tensor], answers: Sequence[Answer], asked: Sequence[in
     logits_BV, own_AV = gathered(rows, asked)
     change(logits_BV, answers, ends)
     tokens_B = logits_BV.argmax(-1)
-    there_B = logits_BV.gather(1, tokens_B[:, None])[:, 0].isfinite()  # the largest is NaN where any is
+    best_B = logits_BV.gather(1, tokens_B[:, None])[:, 0]  # NaN where any is
     alike: dict[tuple[float, ...], list[int]] = {}
     for row, answer in enumerate(answers):
         sampling = answer.request.sampling
@@ -108,7 +114,7 @@ def choose(rows: Sequence[Tensor], answers: Sequence[Answer], asked: Sequence[in
         else:
             rows_G = to_device(these, logits_BV.device)
             tokens_B[rows_G] = drawn(probabilities(logits_BV[rows_G], sampling), _numbers(generators))
-    return Choice(tokens_B, there_B, asked, own_AV, any(answers[row].request.sampling.logprobs for row in asked))
+    return Choice(tokens_B, best_B, asked, own_AV, any(answers[row].request.sampling.logprobs for row in asked))
 
 
 def to_device(numbers: Sequence[int] | Sequence[float], device: torch.device) -> Tensor:
@@ -155,25 +161,39 @@ def change(logits_BV: Tensor, answers: Sequence[Answer], ends: frozenset[int]) -
         sampling = answer.request.sampling
         penalties = sampling.repetition_penalty != 1 or sampling.presence_penalty or sampling.frequency_penalty
         if penalties or sampling.logit_bias or answer.form is not None or answer.generated < sampling.min_tokens:
-            _change(logits_BV[row], answer, ends)
+            try:
+                _change(logits_BV[row], answer, ends)
+            except Exception as error:  # nobody else's row
+                answer.request.fail(error)
+                logits_BV[row] = -torch.inf
 
 
 def _change(logits_V: Tensor, answer: Answer, ends: frozenset[int]) -> None:
-    sampling = answer.request.sampling
+    request = answer.request
+    sampling, device = request.sampling, logits_V.device
     if sampling.repetition_penalty != 1:
-        seen = torch.tensor(sorted(set(answer.tokens)), device=logits_V.device)
+        seen = _kept(request, "prompt", list(request.prompt_ids), device)
+        if new := [token for token in answer.times if token not in request.prompt_ids]:
+            seen = torch.cat([seen, to_device(new, device)])
         of_seen = logits_V[seen]
         logits_V[seen] = torch.where(of_seen > 0, of_seen / sampling.repetition_penalty, of_seen * sampling.repetition_penalty)
     if (sampling.presence_penalty or sampling.frequency_penalty) and answer.generated:
-        counts = Counter(answer.own)
-        seen = torch.tensor(list(counts), device=logits_V.device)
-        times = torch.tensor(list(counts.values()), device=logits_V.device, dtype=logits_V.dtype)
+        seen = to_device(list(answer.times), device)
+        times = to_device(list(answer.times.values()), device).to(logits_V.dtype)
         logits_V[seen] -= sampling.presence_penalty + sampling.frequency_penalty * times
-    for token, bias in sampling.logit_bias.items():
-        logits_V[token] += bias
+    if sampling.logit_bias:
+        biased = _kept(request, "biased", list(sampling.logit_bias), device)
+        logits_V[biased] += _kept(request, "bias", list(sampling.logit_bias.values()), device).to(logits_V.dtype)
     if answer.form is not None:
-        logits_V.masked_fill_(~answer.form.allowed(len(logits_V)).to(logits_V.device), -torch.inf)
-    if answer.generated < sampling.min_tokens and (stops := [*ends, *sampling.stop_token_ids]):
-        others_V = logits_V.index_fill(0, torch.tensor(stops, device=logits_V.device), -torch.inf)
+        logits_V.masked_fill_(~answer.form.allowed(len(logits_V)).to(device), -torch.inf)
+    if answer.generated < sampling.min_tokens and (stops := ends | request.stop_ids):
+        others_V = logits_V.index_fill(0, _kept(request, "stops", list(stops), device), -torch.inf)
         if others_V.max() > -torch.inf:  # a form that is whole can only end
             logits_V.copy_(others_V)
+
+
+def _kept(request: Request, name: str, numbers: Sequence[int] | Sequence[float], device: torch.device) -> Tensor:
+    """On the device, where a request's numbers are brought once."""
+    if (found := request.kept.get(name)) is None:
+        found = request.kept[name] = to_device(numbers, device)
+    return found

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import traceback
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 
+from fw.errors import describe
 from fw.inference.adapters import Adapter
 from fw.inference.options import Sampling
 from fw.inference.results import FinishReason, Pooling
@@ -41,6 +44,8 @@ class Request:
         hidden_D: their sum so far, or the last one, in fp32.
         begun: whether a step has computed any of it.
         error: why an answer of it could not go on.
+        fault: the same for a log, where that is nobody's wish.
+        kept: what is the same in each of its steps, on the device.
     """
 
     key: str
@@ -58,6 +63,23 @@ class Request:
     hidden_D: torch.Tensor | None = None
     begun: bool = False
     error: str | None = None
+    fault: str | None = None
+    kept: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def fail(self, error: Exception) -> None:
+        """Something went wrong with it that is nobody's wish."""
+        # What it says may be of somebody's text, which no log has.
+        self.error, self.fault = describe(error), "".join(traceback.format_tb(error.__traceback__)) + type(error).__name__
+
+    @cached_property
+    def prompt_ids(self) -> frozenset[int]:
+        """Of the prompt, each once."""
+        return frozenset(self.prompt)
+
+    @cached_property
+    def stop_ids(self) -> frozenset[int]:
+        """That end an answer of it, besides the model's own."""
+        return frozenset(self.sampling.stop_token_ids)
 
     @property
     def salt(self) -> bytes:
@@ -115,6 +137,16 @@ class Answer:
     total: float = 0.0
     form: Form | None = None
     guessed: list[int] = field(default_factory=list)
+    _times: dict[int, int] = field(default_factory=dict)
+    _counted: int = 0
+
+    @property
+    def times(self) -> dict[int, int]:
+        """How often the answer has each of its own tokens."""
+        for token in self.tokens[len(self.request.prompt) + self._counted :]:
+            self._times[token] = self._times.get(token, 0) + 1
+        self._counted = self.generated
+        return self._times
 
     @property
     def own(self) -> list[int]:

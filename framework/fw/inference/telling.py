@@ -1,13 +1,15 @@
-"""What came of hidden states and logits, for whoever asked: embeddings, log-probabilities."""
+"""What came of hidden states and logits, for whoever asked: embeddings, log-probabilities, and results."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from fw.inference.sequence import Logprobs, Request
+from fw.inference.results import Completion, Result
+from fw.inference.sampling import NO_TOKEN, NOT_FINITE
+from fw.inference.sequence import Answer, Logprobs, Request
 
 
 def pool(request: Request, rows_RD: Tensor, begins: bool) -> None:
@@ -56,3 +58,41 @@ def tell(told: Logprobs, chosen: float, own_V: Tensor | None, top: int) -> None:
         assert own_V is not None
         values, ids = own_V.topk(min(top, len(own_V)))
         told.top.append(dict(zip(ids.tolist(), values.tolist(), strict=True)))
+
+
+def blame(answer: Answer, strange: bool) -> None:
+    """For no token: the model, whose logits are no numbers, or what was asked of it."""
+    request = answer.request
+    if strange:
+        request.error = request.fault = NOT_FINITE
+    elif request.error is None:
+        request.error = (None if answer.form is None else answer.form.error) or NO_TOKEN
+
+
+def result_of(request: Request, texts: Mapping[int, str]) -> Result:
+    """Of one whose answers have ended.
+
+    Args:
+        texts: of the answers, by their numbers.
+    """
+    sampling, answers = request.sampling, request.answers
+    if sampling.drawn > sampling.n:
+        answers = sorted(answers, key=lambda each: -each.total / max(1, each.generated))[: sampling.n]
+    completions = []
+    for index, answer in enumerate(answers):
+        assert answer.finish_reason is not None
+        asked = answer.logprobs if sampling.logprobs is not None else Logprobs()
+        text, reason = texts[answer.number], answer.finish_reason
+        completions.append(Completion(index, text, answer.own, asked.chosen, asked.top, reason, answer.stopped_by))
+    return Result(
+        request.key,
+        request.prompt,
+        completions,
+        request.prompt_logprobs.chosen,
+        request.prompt_logprobs.top,
+        request.cached,
+        embedding(request),
+        request.error,
+        request.fault,
+        sum(answer.generated for answer in request.answers),
+    )

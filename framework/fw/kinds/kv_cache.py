@@ -41,6 +41,8 @@ class KVNeeds:
         budget_bytes: that it may take.
         longest: tokens of the longest sequence there will be.
         step_tokens: most that a step computes of one sequence.
+        batch_invariant: what attention gives a token is to be the same to the last bit whatever else the step has, of its sequence and of
+            others.
     """
 
     shapes: Sequence[KVShape]
@@ -49,6 +51,7 @@ class KVNeeds:
     budget_bytes: int
     longest: int
     step_tokens: int
+    batch_invariant: bool = False
 
 
 @dataclass(frozen=True)
@@ -142,6 +145,9 @@ class KVCachePlugin(Plugin):
 
     lossless: ClassVar[bool] = True
     """Whether results are those of no cache at all."""
+
+    batch_invariant: ClassVar[bool] = False
+    """Whether its caches do what :attr:`KVNeeds.batch_invariant` asks for."""
 
     @abstractmethod
     def token_bytes(self, shapes: Sequence[KVShape], dtype: torch.dtype) -> float:

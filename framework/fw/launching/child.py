@@ -79,7 +79,9 @@ class Child:
 
 def joined() -> tuple[Connection[Any, Any], list[int]]:
     """In the other process: its connection, and the files it was given. It ends when who began it is gone, whatever it is doing."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # A supervisor may tell all processes of a service: who began this one says when it is to end.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     files = [int(word) for word in sys.argv[1:]]
     threading.Thread(target=_end_with, args=(files[1],), daemon=True).start()
     return Connection(files[0]), files[2:]

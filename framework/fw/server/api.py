@@ -7,29 +7,27 @@ import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from starlette.requests import Request
 
 from fw.errors import UserError
-from fw.inference.asking import Prompt, encode
+from fw.inference.asking import Prompt
 from fw.inference.openai import Asked, asked
 from fw.inference.options import Sampling
 from fw.inference.results import Delta, Pooling, Result
 from fw.server.engine import Ticket
 from fw.server.engines import Engines
-from fw.server.errors import ApiError, not_found, wrong
+from fw.server.errors import ApiError, not_found, shown, wrong
 from fw.server.logs import note
 from fw.server.metrics import Metrics
 from fw.server.planned import Plan
 from fw.server.settings import Settings
 from fw.server.streaming import DONE, Streamed
+from fw.server.tokens import check_length, encode_all
 from fw.server.tool_calls import family_of
 from fw.server.watching import while_there
 from fw.tokenizer import Tokenizer
-
-_LONG = 20_000
-"""Characters of a text whose tokens are made beside the event loop."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +94,7 @@ class Api:
             return name
         self.engines.check_open()  # while it loads, nobody knows its adapters
         there = ", ".join([self.settings.name, *self.adapters])
-        raise not_found(f"The model '{name}' does not exist; there are: {there}", "model", "model_not_found")
+        raise not_found(f"The model '{shown(name)}' does not exist; there are: {there}", "model", "model_not_found")
 
     def asked(self, url: str, body: Mapping[str, Any]) -> Asked:
         """Understand a body.
@@ -112,25 +110,35 @@ class Api:
         except UserError as error:
             raise wrong(str(error)) from None
 
-    async def encode(self, prompt: Prompt) -> list[int]:
-        """Ids of a prompt that is no conversation.
+    @property
+    def most_tokens(self) -> int:
+        """Of a prompt."""
+        context, bound = self.engines.facts.context, self.settings.serve.max_prompt_tokens
+        return context if bound is None else min(bound, context)
+
+    async def encode(self, prompts: Sequence[Prompt], param: str = "prompt") -> list[list[int]]:
+        """Ids of prompts that are no conversations.
 
         Raises:
-            ApiError: it is empty, or no text.
+            ApiError: one is empty, or no text.
         """
+        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+        check_length(self.tokenizer, texts, self.most_tokens, param)
         try:
-            if isinstance(prompt, str) and len(prompt) > _LONG:
-                ids = await asyncio.to_thread(encode, self.tokenizer, prompt)
-            else:
-                ids = encode(self.tokenizer, prompt)
+            of_texts = iter(await encode_all(self.tokenizer, texts))
         except UserError as error:
-            raise wrong(str(error)) from None
+            raise wrong(str(error), param) from None
         vocab_size = self.engines.facts.vocab_size
-        if strange := [token for token in ids if not 0 <= token < vocab_size]:
-            raise wrong(f"the prompt has token {strange[0]}, and the model has {vocab_size}", "prompt")
-        if not ids:
-            raise wrong("the prompt has no tokens; a model needs one at least", "prompt")
-        return ids
+        found: list[list[int]] = []
+        for prompt in prompts:
+            ids = next(of_texts) if isinstance(prompt, str) else cast(list[int], list(prompt))
+            if not ids:
+                raise wrong("the prompt has no tokens; a model needs one at least", param)
+            if not 0 <= min(ids) <= max(ids) < vocab_size:
+                strange = next(token for token in ids if not 0 <= token < vocab_size)
+                raise wrong(f"the prompt has token {strange}, and the model has {vocab_size}", param)
+            found.append(ids)
+        return found
 
     def prompts(self, given: Any, name: str = "prompt") -> list[Prompt]:
         """Of a field that has one prompt or several.
@@ -141,7 +149,7 @@ class Api:
         many = [given] if isinstance(given, str) or (given and isinstance(given[0], int)) else list(given)
         if not many or (len(many) == 1 and not len(many[0])):
             raise wrong(f"{name}: there is nothing in it", name)
-        if len(many) > (most := self.settings.serve.max_n):
+        if len(many) > (most := self.settings.serve.max_inputs):
             raise wrong(f"{name}: {len(many)} of them are more than this server takes at once, {most}", name)
         return many
 
@@ -153,7 +161,17 @@ class Api:
         priority: int = 0,
         pooling: Pooling | None = None,
     ) -> list[Ticket]:
-        """As :meth:`Engines.submit`, in the log."""
+        """As :meth:`Engines.submit`, in the log.
+
+        Raises:
+            ApiError: likewise; or they are more than there is ever room for.
+        """
+        wanted, room = sampling.drawn * len(prompts), self.engines.most + self.settings.serve.max_queue
+        if wanted > room:
+            raise wrong(
+                f"the request is {wanted} sequences, and this server has room for {room} at most; ask for fewer at once",
+                code="too_many_sequences",
+            )
         note(prompt_tokens=sum(map(len, prompts)))
         return self.engines.submit(prompts, sampling, adapter, priority, pooling)
 
@@ -163,7 +181,7 @@ class Api:
         Raises:
             ApiError: there is no result.
         """
-        begun = time.monotonic()
+        begun = ticket.begun
         before: dict[int, float] = {}
         try:
             while True:
@@ -171,14 +189,16 @@ class Api:
                 if isinstance(each, Delta):
                     if each.token is not None:
                         now = time.monotonic()
-                        self.metrics.token(now - before.get(each.index, begun), first=not before)
-                        if not before:
+                        if each.index in before:
+                            self.metrics.between(now - before[each.index])
+                        elif not before:
+                            self.metrics.first(now - begun)
                             note(first_token_seconds=round(now - begun, 4))
                         before[each.index] = now
                     yield each
                     continue
                 reasons = [completion.finish_reason for completion in each.completions]
-                tokens = sum(len(completion.token_ids) for completion in each.completions)
+                tokens = each.generated_tokens
                 self.metrics.ended(time.monotonic() - begun, len(each.prompt_token_ids), tokens, list(reasons))
                 note(completion_tokens=tokens, cached_tokens=each.cached_tokens, finish_reasons=reasons)
                 if self.settings.serve.log_prompts:

@@ -15,14 +15,13 @@ from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, R
 from starlette.types import ASGIApp
 
 from fw import __version__
-from fw.config import parse_size
-from fw.server import batches, chat, completions, files, others, response_schemas, responses, schemas, stats
+from fw.server import batches, bodies, chat, completions, files, others, response_schemas, responses, schemas, stats
 from fw.server.api import Api, Begun
-from fw.server.errors import ApiError
-from fw.server.guard import Guard, Trace
+from fw.server.errors import ApiError, shown
+from fw.server.guard import Guard
 from fw.server.logs import Log
 from fw.server.metrics import CONTENT_TYPE
-from fw.server.traces import no_traces
+from fw.server.traces import Trace, no_traces
 from fw.server.watching import Gone
 
 _POLICY = (
@@ -32,6 +31,7 @@ _POLICY = (
 _WRONG = {
     400: "The request is wrong.",
     401: "A key is missing, or wrong.",
+    403: "The server does not do this, or not for who asks by this Host.",
     404: "There is no such model.",
     408: "It has taken too long.",
     413: "It is too large.",
@@ -40,9 +40,6 @@ _WRONG = {
     503: "The model is being loaded, or the server is being shut down.",
 }
 _ERRORS: dict[int | str, dict[str, Any]] = {status: {"model": schemas.ErrorBody, "description": text} for status, text in _WRONG.items()}
-_FORBIDDEN: dict[int | str, dict[str, Any]] = {**_ERRORS, 403: {"model": schemas.ErrorBody, "description": "The server does not do this."}}
-
-
 _EVENT = {"type": "object", "properties": {"event": {"type": "string"}, "data": {"type": "string"}}, "required": ["data"]}
 
 
@@ -55,6 +52,7 @@ def _events(model: type, name: str) -> dict[int | str, dict[str, Any]]:
 def create_app(api: Api, batching: batches.Batches, log: Log, trace: Trace = no_traces) -> ASGIApp:
     """The server as an ASGI application, whose engines somebody else begins and ends."""
     app = FastAPI(title="fw", version=__version__, docs_url=None, redoc_url=None, summary="A language model, by OpenAI's interface.")
+    app.router.route_class = bodies.JsonRoute
 
     async def answer(request: Request, begun: Begun, stream: bool | None) -> Response:
         if stream:
@@ -81,11 +79,11 @@ def create_app(api: Api, batching: batches.Batches, log: Log, trace: Trace = no_
     async def detokenize(body: schemas.DetokenizeRequest) -> Response:
         return await others.detokenize(api, body)
 
-    @app.post("/v1/load_lora_adapter", responses=_FORBIDDEN, response_model=schemas.Condition, tags=["models"])
+    @app.post("/v1/load_lora_adapter", responses=_ERRORS, response_model=schemas.Condition, tags=["models"])
     async def load_lora_adapter(body: schemas.LoadAdapterRequest) -> Response:
         return await others.load_adapter(api, body)
 
-    @app.post("/v1/unload_lora_adapter", responses=_FORBIDDEN, response_model=schemas.Condition, tags=["models"])
+    @app.post("/v1/unload_lora_adapter", responses=_ERRORS, response_model=schemas.Condition, tags=["models"])
     async def unload_lora_adapter(body: schemas.DropAdapterRequest) -> Response:
         return await others.drop_adapter(api, body)
 
@@ -109,7 +107,7 @@ def create_app(api: Api, batching: batches.Batches, log: Log, trace: Trace = no_
         condition = api.engines.condition
         return JSONResponse({"status": condition}, 200 if condition == "ready" else 503)
 
-    @app.get("/version", response_model=schemas.Version, tags=["state"])
+    @app.get("/version", responses=_ERRORS, response_model=schemas.Version, tags=["state"])
     async def version() -> Response:
         return JSONResponse({"version": __version__})
 
@@ -134,7 +132,7 @@ def create_app(api: Api, batching: batches.Batches, log: Log, trace: Trace = no_
     _handle_errors(app)
     _document(app)
     serve = api.settings.serve
-    guarded: ASGIApp = Guard(app, api.settings.keys, parse_size(serve.max_body), log, trace)
+    guarded: ASGIApp = Guard(app, serve, api.settings.keys, log, trace)
     if serve.cors_origins:
         from starlette.middleware.cors import CORSMiddleware
 
@@ -164,11 +162,13 @@ def _handle_errors(app: FastAPI) -> None:
 
     @handled(HTTPException)
     async def of_http(request: Request, error: HTTPException) -> Response:
+        if isinstance(error, bodies.Refused):
+            return JSONResponse(error.error.body(), error.error.status, error.error.headers)
         message = str(error.detail)
         if error.status_code == 404:
-            message = f"there is no {request.method} {request.url.path} here"
+            message = f"there is no {request.method} {shown(request.url.path)} here"
         elif error.status_code == 405:
-            message = f"{request.url.path} does not take {request.method}"
+            message = f"{shown(request.url.path)} does not take {request.method}"
         return JSONResponse(ApiError(error.status_code, message).body(), error.status_code, error.headers)
 
     @handled(Gone)
@@ -191,7 +191,7 @@ def _invalid(error: RequestValidationError) -> ApiError:
     if first["type"] == "json_invalid":
         return ApiError(400, f"the body is no JSON: {first.get('ctx', {}).get('error', first['msg'])}", "invalid_json")
     if first["type"] == "extra_forbidden":
-        return ApiError(400, f"Unrecognized request argument supplied: {param}", "unknown_parameter", param)
+        return ApiError(400, f"Unrecognized request argument supplied: {shown(param or '')}", "unknown_parameter", param)
     if first["type"] == "missing" and param is not None:
         return ApiError(400, f"Missing required parameter: '{param}'", "missing_required_parameter", param)
     return ApiError(400, f"{param or 'the body'}: {first['msg']}", "invalid_value", param)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-import traceback
 import uuid
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
@@ -15,13 +14,14 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 
 from fw.config import parse_size
-from fw.errors import describe
 from fw.server import chat, completions, others
 from fw.server.api import Api, Begun
+from fw.server.bodies import parse
 from fw.server.errors import ApiError, wrong
 from fw.server.file_schemas import BatchError, BatchLine, Endpoint
 from fw.server.logs import Log, Record, current
 from fw.server.schemas import Body, ChatRequest, CompletionRequest, EmbeddingRequest
+from fw.server.traces import Trace, no_traces
 
 _LOOK_S = 0.1
 """Requests of others end without a word to a line that waits for room; so often it is looked for."""
@@ -47,8 +47,8 @@ class Lines:
         invalid: what is wrong with a body, in the words in which a request by itself is told.
     """
 
-    def __init__(self, api: Api, log: Log) -> None:
-        self._api, self._log = api, log
+    def __init__(self, api: Api, log: Log, trace: Trace = no_traces) -> None:
+        self._api, self._log, self._trace = api, log, trace
         self.invalid: Callable[[RequestValidationError], ApiError] = lambda error: wrong(str(error))
         self._longest = parse_size(api.settings.serve.max_body)
         self._reserved = 0
@@ -80,8 +80,10 @@ class Lines:
         if len(raw) > self._longest:
             raise wrong(f"the line is larger than the {self._longest} bytes that a request may have", code="request_too_large")
         try:
-            given = json.loads(raw)
-        except (ValueError, RecursionError):
+            given = parse(raw)
+        except ApiError as error:
+            raise wrong(str(error), code="invalid_json_line") from None
+        except ValueError:
             given = None
         if not isinstance(given, dict):
             raise wrong("the line is no JSON object", code="invalid_json_line")
@@ -119,6 +121,7 @@ class Lines:
         """
         record = Record(uuid.uuid4().hex, line.method, endpoint, more={"batch": batch})
         current.set(record)
+        end = self._trace(record, {})
         try:
             body = await self._asked(line, endpoint, record)
             record.status = 200
@@ -131,10 +134,11 @@ class Lines:
         except NotNow:
             raise
         except Exception as error:
-            self._log.line("failed line", id=record.id, message=describe(error), trace=traceback.format_exc())
+            self._log.failure("failed line", error, id=record.id)
             failed = ApiError(500, "the server has failed; its log says how, by the request's id", "internal_error")
             record.status = failed.status
             told = told_of(line, record, failed.body())
+        end()
         self._log.request(record)
         return record.status == 200, told
 

@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import time
-import traceback
 from pathlib import Path
 from typing import Final
 
@@ -67,11 +66,11 @@ class Run:
         except ApiError as error:
             await self._fail([BatchError(code=error.code, message=str(error), param=error.param)])
         except Exception as error:
-            self._log.line("batch", id=self._batch.id, message=describe(error), trace=traceback.format_exc())
+            self._log.failure("batch", error, id=self._batch.id)
             await self._fail([BatchError(code="internal_error", message="the server has failed; its log says how")])
 
     async def _go_on(self) -> None:
-        if self._batch.status == "failed":
+        if self._batch.status not in UNFINISHED:  # it has ended, and only that could not be written
             await self._save()
             return
         await self._recall()

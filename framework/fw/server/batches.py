@@ -23,6 +23,7 @@ from fw.server.file_schemas import Batch, BatchList, BatchRequest, KeptBatch
 from fw.server.files import Files, answers, check_taken, page
 from fw.server.logs import Log
 from fw.server.storage import BATCH, FILE, Storage, is_id, new_id, no_room
+from fw.server.traces import Trace, no_traces
 
 _WINDOW_S = 24 * 60 * 60
 
@@ -30,14 +31,17 @@ _WINDOW_S = 24 * 60 * 60
 class Batches:
     """All that there are, with their files.
 
+    Args:
+        trace: as the guard's; lines are answered as requests are.
+
     Raises:
         UserError: the directory for them cannot be used.
     """
 
-    def __init__(self, api: Api, log: Log) -> None:
+    def __init__(self, api: Api, log: Log, trace: Trace = no_traces) -> None:
         self._api, self._log = api, log
         self._storage = Storage(api.settings.serve.files_dir)
-        self.files, self.lines = Files(self._storage), Lines(api, log)
+        self.files, self.lines = Files(self._storage), Lines(api, log, trace)
         self._kept = self._storage.records(KeptBatch, BATCH)
         unfinished = [kept for kept in self._kept.values() if kept.batch.status in UNFINISHED]
         going_on = {id for kept in unfinished for id in (kept.output, kept.failed)}
@@ -132,10 +136,12 @@ class Batches:
 
     def _go_on(self, kept: KeptBatch) -> None:
         batch = kept.batch
-        if not self._started or batch.status not in UNFINISHED:
+        if not self._started or batch.status not in UNFINISHED or batch.id in self._runs:
             return
-        if batch.status in ANSWERING and batch.model != self._api.settings.name and time.time() < batch.expires_at:
+        left = batch.expires_at - time.time()
+        if batch.status in ANSWERING and batch.model != self._api.settings.name and left > 0:
             self._log.line("batch", id=batch.id, status=batch.status, message=f"waits for a server of its model, {batch.model}")
+            asyncio.get_running_loop().call_later(left, self._go_on, kept)  # no server of it may come
             return
         run = Run(kept, self._storage, self.files, self.lines, self._log)
         task = asyncio.ensure_future(run.run())

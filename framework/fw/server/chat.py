@@ -16,14 +16,15 @@ from fw.inference.openai import CHAT, Asked, chat_logprobs, choice, head, usage
 from fw.inference.results import Completion, Delta, Result
 from fw.server import tool_calls
 from fw.server.api import Api, Begun
+from fw.server.bodies import check_shape
 from fw.server.engine import Ticket
-from fw.server.errors import wrong
+from fw.server.errors import shown, wrong
 from fw.server.schemas import ChatRequest, Message, NamedTool, Tool
 from fw.server.streaming import DONE, event
+from fw.server.tokens import LONG, check_length, encode_all
 from fw.server.tool_calls import Call, Content, Piece, ToolCalls, forced_calls, forced_schema
 from fw.tokenizer import Tokenizer
 
-_LONG = 20_000
 _OF_TEMPLATE = ("chat_template_kwargs", "add_generation_prompt", "continue_final_message", "reasoning_effort", "messages")
 _OF_TOOLS = ("tools", "tool_choice", "parallel_tool_calls")
 _WITHOUT_EFFECT = ("modalities",)
@@ -148,26 +149,29 @@ async def conversation(api: Api, messages: Sequence[Message], tools: Sequence[To
     """
     variables = dict(body.chat_template_kwargs or {})
     if taken := [name for name in variables if name in _TAKEN]:
-        raise wrong(f"chat_template_kwargs: '{taken[0]}' is not the template's to be given", "chat_template_kwargs")
+        raise wrong(f"chat_template_kwargs: '{shown(taken[0])}' is not the template's to be given", "chat_template_kwargs")
     if (effort := getattr(body, "reasoning_effort", None)) is not None:
         variables.setdefault("reasoning_effort", effort)
     goes_on = bool(getattr(body, "continue_final_message", None))
     begins = body.add_generation_prompt if body.add_generation_prompt is not None else not goes_on
     plain = [_plain(message) for message in messages]
+    functions = [tool.model_dump(exclude_none=True) for tool in tools] if tools else None
 
-    def ids() -> list[int]:
-        text = api.tokenizer.apply_chat_template(
+    def written() -> str:
+        return api.tokenizer.apply_chat_template(
             plain,
-            tools=[tool.model_dump(exclude_none=True) for tool in tools] if tools else None,
+            tools=functions,
             add_generation_prompt=begins,
             continue_final_message=goes_on,
             tokenize=False,
             **variables,
         )
-        return api.tokenizer.encode(text, add_special_tokens=False)
 
     try:
-        found = await asyncio.to_thread(ids) if sum(len(str(each.get("content"))) for each in plain) > _LONG else ids()
+        size = sum(len(str(each)) for each in (plain, functions, variables))
+        text = await asyncio.to_thread(written) if size > LONG else written()
+        check_length(api.tokenizer, [text], api.most_tokens, "messages")
+        (found,) = await encode_all(api.tokenizer, [text], add_special_tokens=False)
     except UserError as error:
         raise wrong(str(error), "messages") from None
     except (TypeError, ValueError, ArithmeticError, LookupError) as error:  # what a template's own code makes of odd messages
@@ -196,6 +200,7 @@ def _for_template(call: Mapping[str, Any]) -> dict[str, Any]:
     arguments = function.get("arguments") if isinstance(function, dict) else None
     if not isinstance(arguments, str):
         return dict(call)
+    check_shape(arguments.encode(errors="replace"))
     try:
         value = json.loads(arguments) if arguments.strip() else {}
     except ValueError:
@@ -220,6 +225,8 @@ def _tools(api: Api, body: ChatRequest) -> tuple[Tools | None, dict[str, Any]]:
         if family is None:
             raise wrong("tools: the model's chat template knows no tools; leave them out, or choose one by tool_choice", "tools")
         special = any(api.tokenizer.token_to_id(marker) in api.tokenizer.special_ids for marker in tool_calls.format_named(family).markers)
+        if special and body.skip_special_tokens:
+            raise wrong("skip_special_tokens: the model writes calls with some; leave it out, or the tools", "skip_special_tokens")
         return Tools(given, family, False, most), {"skip_special_tokens": False} if special else {}
     name = chosen["function"]["name"] if isinstance(chosen, dict) else None
     return Tools(given, family or "hermes", True, most), {"json_schema": forced_schema(family or "hermes", given, name)}
@@ -234,13 +241,14 @@ def _whole(api: Api, of: Asked, tools: Tools | None, result: Result, key: str, n
 
 def _choice(api: Api, of: Asked, tools: Tools | None, result: Result, completion: Completion) -> dict[str, Any]:
     found = choice(api, of, result, completion)
+    found["message"]["refusal"] = None  # fw has no word for one
     if tools is None:
         return found
     pieces = tools.reader().push(completion.text, last=True)
     text = "".join(piece.text for piece in pieces if isinstance(piece, Content))
     calls = [_call(piece) for piece in pieces if isinstance(piece, Call)]
     if calls:
-        found["message"] = {"role": "assistant", "content": text or None, "tool_calls": calls}
+        found["message"] = {"role": "assistant", "content": text or None, "refusal": None, "tool_calls": calls}
         found["finish_reason"] = "tool_calls" if completion.finish_reason == "stop" else completion.finish_reason
     return found
 
@@ -250,7 +258,7 @@ def _call(call: Call) -> dict[str, Any]:
 
 
 async def _events(api: Api, of: Asked, tools: Tools | None, ticket: Ticket, name: str, with_usage: bool) -> AsyncGenerator[bytes, None]:
-    begin = {**head(True, ticket.key, name), "object": "chat.completion.chunk"}
+    begin = {**head(True, ticket.key, name), "object": "chat.completion.chunk", **({"usage": None} if with_usage else {})}
     wants = of.sampling.logprobs is not None
     late = of.sampling.drawn > of.sampling.n
     readers: dict[int, Reader | None] = {}
@@ -268,7 +276,7 @@ async def _events(api: Api, of: Asked, tools: Tools | None, ticket: Ticket, name
                 continue
             if each.index not in readers:
                 readers[each.index] = None if tools is None else tools.reader()
-                yield one(each.index, {"role": "assistant", "content": ""})
+                yield one(each.index, {"role": "assistant", "content": "", "refusal": None})
             reader = readers[each.index]
             pieces: Sequence[Piece] = [Content(each.text)] if reader is None else reader.push(each.text, each.finish_reason is not None)
             logprobs = {"content": chat_logprobs(api, [told_of(each)])} if wants and each.token is not None else None

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
-from fw.inference.openai import TEXT, Asked, choice, echoed, head, text_logprobs, usage
+from fw.inference.openai import TEXT, Asked, Offsets, choice, echoed, head, text_logprobs, usage
 from fw.inference.results import Delta, Result
 from fw.server.api import Api, Begun
 from fw.server.engine import Ticket
@@ -28,7 +29,7 @@ async def begin(api: Api, body: CompletionRequest, priority: int = 0) -> Begun:
         given.pop(name, None)
     prompts = api.prompts(given["prompt"])
     of = replace(api.asked(TEXT, {**given, "prompt": prompts[0]}), adapter=adapter)
-    ids = [await api.encode(prompt) for prompt in prompts]
+    ids = await api.encode(prompts)
     tickets = api.submit(ids, of.sampling, adapter, priority)
     each_of = [replace(of, prompt=prompt) for prompt in prompts]
     name = body.model or api.settings.name
@@ -57,12 +58,15 @@ async def _events(
     n, wants = first.sampling.n, first.sampling.logprobs is not None
     # Which answers are given, and what is known of the prompt, is known in the end.
     late = first.sampling.drawn > n or (first.echo and wants)
-    texts: dict[int, str] = {}
+    begun: set[int] = set()
+    offsets: defaultdict[int, Offsets] = defaultdict(lambda: Offsets(api.tokenizer))
     results: list[Result] = []
 
     def one(index: int, text: str, logprobs: Any, reason: str | None) -> bytes:
         return event({**begin, "choices": [{"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}]})
 
+    if with_usage:
+        begin["usage"] = None  # of each piece but the last
     async with aclosing(api.merged(tickets)) as told:
         async for number, each in told:
             of = each_of[number]
@@ -73,10 +77,10 @@ async def _events(
                     yield one(number * n + at, whole["text"], whole["logprobs"], whole["finish_reason"])
             elif not late:
                 index = number * n + each.index
-                if index not in texts and of.echo:
+                if index not in begun and of.echo:
                     yield one(index, echoed(api, of, ids[number]), None, None)
-                logprobs = _logprobs(api, each, len(texts.get(index, ""))) if wants else None
-                texts[index] = texts.get(index, "") + each.text
+                begun.add(index)
+                logprobs = _logprobs(api, each, offsets[index]) if wants else None
                 if each.text or each.finish_reason or logprobs:
                     yield one(index, each.text, logprobs, each.finish_reason)
     if with_usage:
@@ -84,5 +88,5 @@ async def _events(
     yield DONE
 
 
-def _logprobs(api: Api, delta: Delta, start: int) -> dict[str, Any] | None:
-    return None if delta.token is None else text_logprobs(api, [(delta.token, delta.logprob, delta.top)], start)
+def _logprobs(api: Api, delta: Delta, at: Offsets) -> dict[str, Any] | None:
+    return None if delta.token is None else text_logprobs(api, [(delta.token, delta.logprob, delta.top)], at)

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import queue
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from fw.errors import UserError
 from fw.inference.results import Delta, Result
 from fw.launching.child import Child
 from fw.server.errors import ApiError, wrong
+from fw.server.logs import current, note
 from fw.server.messages import Abort, Add, Begin, Done, DropAdapter, LoadAdapter, Loaded, State, Stepped
 
 Told = Delta | Result | ApiError
 """What becomes of a request: what each step adds, and in the end its result, or why there is none."""
 _PATIENCE_S = 5.0
+_log = logging.getLogger(__name__)
 
 
 def start_process(begin: Begin, environment: dict[str, str] | None = None) -> Child:
@@ -114,7 +119,13 @@ class EngineProcess:
         """In a thread: whatever it is to hear, in order."""
         with suppress(OSError):  # it is gone, which is heard from the thread that listens
             while (message := self._unsent.get()) is not None:
-                self._child.connection.send(message)
+                try:
+                    self._child.connection.send(message)
+                except OSError:
+                    raise
+                except Exception as error:  # it cannot be written as bytes, and none of it has been sent
+                    with suppress(RuntimeError):
+                        self._loop.call_soon_threadsafe(self._not_said, message.key, error)
 
     def _listen(self) -> None:
         """In a thread: whatever it says, to the event loop."""
@@ -132,21 +143,44 @@ class EngineProcess:
         with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._gone, self._child.fate(told) or "ended")
 
+    def _not_said(self, key: str, error: Exception) -> None:
+        if isinstance(error, RecursionError):
+            why = wrong("the request is nested too deeply")
+        else:
+            why = self._fault(key, f"{type(error).__name__}: {error}")
+        self._end(key, why)
+        if (future := self._asked.get(key)) is not None and not future.done():
+            future.set_exception(why)
+
+    @staticmethod
+    def _fault(key: str, why: str, said: str = "the request has failed; the server's log says how, by its id") -> ApiError:
+        """What nobody asked for; only the log says how it came about."""
+        _log.error("%s has failed: %s", key, why)
+        return ApiError(500, said, "internal_error")
+
     def _hear(self, message: Loaded | Stepped | Done) -> None:
         if isinstance(message, Stepped):
             self.state = message.state
             for delta in message.deltas:
                 if (ticket := self._tickets.get(delta.key)) is not None:
-                    ticket.tell(delta)
+                    # An answer that could not go on ends with an error, and not for a reason.
+                    ticket.tell(replace(delta, finish_reason=None) if delta.finish_reason == "abort" else delta)
             for result in message.results:
-                self._end(result.key, result if result.error is None else wrong(result.error))
+                self._end(result.key, self._outcome(result))
             for key, why in message.refused.items():
                 self._end(key, wrong(why))
+            for key, why in message.failed.items():
+                self._end(key, self._fault(key, why))
         elif isinstance(message, Loaded):
             self.loaded, self.state = message, message.state
             self._on_loaded(self)
         elif (future := self._asked.get(message.key)) is not None and not future.done():
             future.set_result(message)
+
+    def _outcome(self, result: Result) -> Result | ApiError:
+        if result.fault is not None:
+            return self._fault(result.key, result.fault, *([result.fault] if result.fault == result.error else []))
+        return result if result.error is None else wrong(result.error)
 
     def _end(self, key: str, last: Result | ApiError) -> None:
         if (ticket := self._tickets.pop(key, None)) is not None:
@@ -165,10 +199,16 @@ class EngineProcess:
 
 
 class Ticket:
-    """Of one request at an engine: what becomes of it, as it comes."""
+    """Of one request at an engine: what becomes of it, as it comes.
+
+    Attributes:
+        begun: when the request arrived, in seconds of the monotonic clock.
+    """
 
     def __init__(self, engine: EngineProcess, key: str, sequences: int, priority: int = 0) -> None:
         self.engine, self.key, self.sequences, self.priority = engine, key, sequences, priority
+        record = current.get()
+        self.begun = time.monotonic() if record is None else record.begun
         self._told: asyncio.Queue[Told] = asyncio.Queue()
 
     def tell(self, each: Told) -> None:
@@ -183,6 +223,8 @@ class Ticket:
         """
         each = await self._told.get()
         if isinstance(each, ApiError):
+            if each.status == 500:
+                note(failed=self.key)
             raise each
         return each
 

@@ -20,6 +20,10 @@ from fw.tokenizer import Tokenizer, load_tokenizer
 
 Condition = Literal["loading", "ready", "draining", "failed"]
 _RETRY_S = 1
+_BIASES, _STOP_IDS = 1024, 128
+"""Of a request, as vLLM has it."""
+_STOPS, _STOP_CHARACTERS = 64, 256
+"""Texts that end an answer, which is compared with each of them after each token."""
 
 
 class Engines:
@@ -136,6 +140,8 @@ class Engines:
             ApiError: the queue is full, no requests are taken, or one is never to be computed.
         """
         self.check_open()
+        if adapter is not None and adapter not in self.adapters:  # it was there when its prompts came
+            raise not_found(f"The model '{adapter}' does not exist any more", "model", "model_not_found")
         bound, context = self._settings.serve.max_prompt_tokens, self.facts.context
         for prompt in prompts:
             if bound is not None and len(prompt) > bound:
@@ -144,6 +150,7 @@ class Engines:
                 raise wrong(
                     f"the prompt has {len(prompt)} tokens, and prompt and answer together at most {context}", code="context_length_exceeded"
                 )
+        _check_wishes(sampling, self.facts.max_sequences)
         more = sampling.drawn * len(prompts)
         room = self.most + self._settings.serve.max_queue - sum(engine.ahead(priority) for engine in self._engines)
         if more > room:
@@ -158,31 +165,40 @@ class Engines:
         return tickets
 
     async def load_adapter(self, name: str, directory: str) -> None:
-        """On all.
+        """On all, or on none. Until all have it, no request may ask for it.
 
         Raises:
             ApiError: it does not fit, or the name is taken.
         """
-        await self._change(lambda: LoadAdapter(uuid.uuid4().hex, name, directory))
+        async with self._one_at_a_time:
+            self.check_open()
+            if name in (self._settings.name, *self.adapters):
+                raise wrong(f"there is a model '{name}' already; give another name, or unload it first", "lora_name")
+            loaded: list[EngineProcess] = []
+            for engine in self._engines:
+                done = await engine.change(LoadAdapter(uuid.uuid4().hex, name, directory))
+                if done.error is not None:
+                    for other in loaded:
+                        await other.change(DropAdapter(uuid.uuid4().hex, name))
+                    raise wrong(done.error)
+                loaded.append(engine)
+            self.adapters = [*self.adapters, name]
 
     async def drop_adapter(self, name: str) -> None:
-        """On all; requests that have it go on.
+        """On all; requests that have it go on, and from the beginning none may ask for it.
 
         Raises:
             ApiError: there is none of this name.
         """
-        if name not in self.adapters:
-            raise not_found(f"there is no adapter '{name}'", "lora_name", "adapter_not_found")
-        await self._change(lambda: DropAdapter(uuid.uuid4().hex, name))
-
-    async def _change(self, message: Callable[[], LoadAdapter | DropAdapter]) -> None:
-        self.check_open()
         async with self._one_at_a_time:
+            self.check_open()
+            if name not in self.adapters:
+                raise not_found(f"there is no adapter '{name}'", "lora_name", "adapter_not_found")
+            self.adapters = [each for each in self.adapters if each != name]
             for engine in self._engines:
-                done = await engine.change(message())
+                done = await engine.change(DropAdapter(uuid.uuid4().hex, name))
                 if done.error is not None:
                     raise wrong(done.error)
-            self.adapters = list(done.adapters)
 
     def drain(self) -> None:
         """Take no more requests."""
@@ -197,3 +213,22 @@ class Engines:
     async def close(self) -> None:
         """End all."""
         await asyncio.gather(*(engine.close() for engine in self._engines))
+
+
+def _check_wishes(sampling: Sampling, max_sequences: int) -> None:
+    """What every step looks at is not too much, and the answers to a prompt run at once.
+
+    Raises:
+        ApiError: they are more.
+    """
+    for name, given, most in (
+        ("logit_bias", sampling.logit_bias, _BIASES),
+        ("stop_token_ids", sampling.stop_token_ids, _STOP_IDS),
+        ("stop", sampling.stop, _STOPS),
+    ):
+        if len(given) > most:
+            raise wrong(f"{name}: {len(given)} are more than the {most} that one request may have", name)
+    if (longest := max(map(len, sampling.stop), default=0)) > _STOP_CHARACTERS:
+        raise wrong(f"stop: a text of {longest} characters is longer than the {_STOP_CHARACTERS} that one may have", "stop")
+    if sampling.drawn > max_sequences:
+        raise wrong(f"{sampling.drawn} answers are more than this server computes at once, {max_sequences}; ask for fewer")

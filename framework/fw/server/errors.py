@@ -7,6 +7,9 @@ from typing import Any
 
 from fw.errors import FwError
 
+_LONGEST = 1000
+"""Characters of a message: no more of a request is repeated."""
+
 
 class ApiError(FwError):
     """A request cannot be answered.
@@ -21,8 +24,8 @@ class ApiError(FwError):
     def __init__(
         self, status: int, message: str, code: str | None = None, param: str | None = None, retry_after: int | None = None
     ) -> None:
-        super().__init__(message)
-        self.status, self.code, self.param, self.retry_after = status, code, param, retry_after
+        super().__init__(shown(message, _LONGEST))
+        self.status, self.code, self.param, self.retry_after = status, code, param and shown(param), retry_after
 
     def body(self) -> dict[str, Any]:
         """As OpenAI's clients read it."""
@@ -45,6 +48,11 @@ _TYPES: Mapping[int, str] = {
     503: "server_error",
     507: "server_error",
 }
+
+
+def shown(name: str, most: int = 80) -> str:
+    """As much of what a client has written as a message repeats."""
+    return name if len(name) <= most else f"{name[:most]}…"
 
 
 def wrong(message: str, param: str | None = None, code: str | None = None) -> ApiError:

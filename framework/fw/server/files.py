@@ -88,13 +88,17 @@ class Files:
         """One.
 
         Raises:
-            ApiError: there is none, or a batch needs it.
+            ApiError: there is none, or a batch needs it, or it cannot be deleted.
         """
-        self.get(id)
+        told = self.get(id)
         if self.needed(id):
             raise wrong(f"{id} is the input of a batch that has not ended; cancel it first", code="file_in_use")
         del self.known[id]
-        await undivided(asyncio.to_thread(self._storage.remove, id))
+        try:
+            await undivided(asyncio.to_thread(self._storage.remove, id))
+        except OSError as error:
+            self.known[id] = told
+            raise ApiError(507, f"the server cannot delete this: {error.strerror or error}", "storage_failed") from None
 
 
 class _Content(Response):

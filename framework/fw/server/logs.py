@@ -6,10 +6,14 @@ import json
 import logging
 import sys
 import time
+import traceback
+from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from typing import Any, TextIO
+
+from fw.errors import describe
 
 
 @dataclass
@@ -48,10 +52,11 @@ class Log:
 
     Args:
         out: None for nowhere.
+        words: whether what requests say, and what is said of that, may be in it.
     """
 
-    def __init__(self, out: TextIO | None = sys.stderr) -> None:
-        self._out = out
+    def __init__(self, out: TextIO | None = sys.stderr, words: bool = False) -> None:
+        self._out, self.words = out, words
 
     def line(self, event: str, **content: Any) -> None:
         """One."""
@@ -72,6 +77,30 @@ class Log:
             **record.more,
         )
 
+    def failure(self, event: str, error: BaseException, **content: Any) -> None:
+        """What nobody has expected: where, and, as it may repeat a request, what, only if words may be there."""
+        message = describe(error) if self.words else type(error).__name__
+        self.line(event, **content, message=message, trace=self.trace(error))
+
+    def trace(self, error: BaseException) -> str:
+        """Where it was raised, and what it came from."""
+        return trace(error, self.words)
+
+
+def trace(error: BaseException, words: bool) -> str:
+    """A traceback, with what exceptions say or without."""
+    return "".join(traceback.format_exception(error)) if words else "\n".join(_places(error))
+
+
+def _places(error: BaseException) -> Iterator[str]:
+    """As Python writes them, without what exceptions say."""
+    before = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    if before is not None:
+        yield from _places(before)
+    yield "".join(["Traceback (most recent call last):\n", *traceback.format_tb(error.__traceback__), type(error).__qualname__])
+    for part in getattr(error, "exceptions", ()):
+        yield from _places(part)
+
 
 class ToLog(logging.Handler):
     """What libraries say, as lines, as long as this is entered: the log's file may be closed afterwards."""
@@ -89,7 +118,11 @@ class ToLog(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """One."""
-        trace = logging.Formatter().formatException(record.exc_info) if record.exc_info and record.exc_info[0] is not None else None
-        self._log.line(
-            "log", level=record.levelname.lower(), logger=record.name, message=record.getMessage(), **({"trace": trace} if trace else {})
-        )
+        error = record.exc_info[1] if record.exc_info else None
+        message = record.getMessage()
+        if error is None:
+            self._log.line("log", level=record.levelname.lower(), logger=record.name, message=message)
+            return
+        if not self._log.words:
+            message = message.partition("\n")[0]  # what asyncio tells of a task in the lines below is its exception, too
+        self._log.line("log", level=record.levelname.lower(), logger=record.name, message=message, trace=self._log.trace(error))

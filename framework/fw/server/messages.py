@@ -16,6 +16,7 @@ class Begin:
 
     Attributes:
         threads: that it computes with on the CPU; None for all there are.
+        words: whether what it says of failures may repeat what requests say.
     """
 
     path: str
@@ -23,6 +24,7 @@ class Begin:
     adapter: str | None
     adapters: Sequence[tuple[str, str]]
     threads: int | None = None
+    words: bool = False
 
 
 @dataclass(frozen=True)
@@ -109,12 +111,13 @@ class Loaded:
 
 @dataclass(frozen=True)
 class Stepped:
-    """What a step has added, by the requests' keys; what could not begin; and how the engine is."""
+    """What a step has added, by the requests' keys; what was refused, and why; what failed, with a traceback; and how the engine is."""
 
     state: State
     deltas: Sequence[Delta] = ()
     results: Sequence[Result] = ()
     refused: Mapping[str, str] = field(default_factory=dict)
+    failed: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

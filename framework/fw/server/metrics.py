@@ -47,9 +47,13 @@ class Metrics:
         self.requests, self.aborts = 0, 0
         self._registry.register(_OfEngines(engines, name))
 
-    def token(self, seconds: float, first: bool) -> None:
-        """One came, so long after the request or after the one before."""
-        (self._first if first else self._between).observe(seconds)
+    def first(self, seconds: float) -> None:
+        """Of a request, the first token of any of its answers came so long after it."""
+        self._first.observe(seconds)
+
+    def between(self, seconds: float) -> None:
+        """A token came so long after the one before in its answer."""
+        self._between.observe(seconds)
 
     def ended(self, seconds: float, prompt_tokens: int, answer_tokens: int, reasons: list[str]) -> None:
         """A request has been answered."""

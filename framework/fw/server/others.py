@@ -17,7 +17,9 @@ from fw.inference.options import Sampling
 from fw.inference.results import Result
 from fw.server.api import Api, Begun
 from fw.server.chat import conversation
+from fw.server.engine import Ticket
 from fw.server.errors import ApiError, not_found, wrong
+from fw.server.logs import note
 from fw.server.schemas import (
     DetokenizeRequest,
     DropAdapterRequest,
@@ -25,12 +27,28 @@ from fw.server.schemas import (
     LoadAdapterRequest,
     TokenizeRequest,
 )
+from fw.server.tokens import check_length, decode, encode_all
+from fw.server.watching import while_there
 
 
 async def embeddings(api: Api, request: Request, body: EmbeddingRequest) -> Response:
     """``POST /v1/embeddings``: hidden states of each text as one; their mean, of length 1, unless something else is asked for."""
-    begun = await begin_embeddings(api, body)
-    return JSONResponse(begun.whole(await api.answers(request, begun.tickets)))
+    adapter, ids = await _texts(api, body)
+    most = api.engines.most
+
+    async def results() -> list[Result]:
+        """No more at once than are computed at once: many texts leave the queue to others."""
+        found: list[Result] = []
+        for first in range(0, len(ids), most):
+            tickets = _submit(api, body, adapter, ids[first : first + most], priority=0)
+            try:
+                found += await api.results(tickets)
+            finally:
+                api.leave(tickets)
+        note(prompt_tokens=sum(map(len, ids)))
+        return found
+
+    return JSONResponse(_embedded(api, body, await while_there(request.receive, results(), api.settings.serve.timeout)))
 
 
 async def begin_embeddings(api: Api, body: EmbeddingRequest, priority: int = 0) -> Begun:
@@ -39,12 +57,20 @@ async def begin_embeddings(api: Api, body: EmbeddingRequest, priority: int = 0) 
     Raises:
         ApiError: it cannot be answered.
     """
+    adapter, ids = await _texts(api, body)
+    return Begun(_submit(api, body, adapter, ids, priority), lambda results: _embedded(api, body, results), _never)
+
+
+async def _texts(api: Api, body: EmbeddingRequest) -> tuple[str | None, list[list[int]]]:
+    """The adapter that is asked for, and ids of the texts."""
     adapter = api.adapter(body.model)
     if not api.engines.facts.shows_hidden_states:
         raise wrong("hidden states of this model are not to be had, so it gives no embeddings", "model")
-    ids = [await api.encode(prompt) for prompt in api.prompts(body.input, "input")]
-    tickets = api.submit(ids, Sampling(max_tokens=0, logprobs=None), adapter, priority, body.pooling or "mean")
-    return Begun(tickets, lambda results: _embedded(api, body, results), _never)
+    return adapter, await api.encode(api.prompts(body.input, "input"), "input")
+
+
+def _submit(api: Api, body: EmbeddingRequest, adapter: str | None, ids: Sequence[Sequence[int]], priority: int) -> list[Ticket]:
+    return api.submit(ids, Sampling(max_tokens=0, logprobs=None), adapter, priority, body.pooling or "mean")
 
 
 def _never() -> AsyncGenerator[bytes, None]:
@@ -80,8 +106,9 @@ async def tokenize(api: Api, body: TokenizeRequest) -> Response:
         ids = await conversation(api, body.messages, body.tools, body)
     else:
         assert body.prompt is not None
+        check_length(api.tokenizer, [body.prompt], api.most_tokens, "prompt")
         try:
-            ids = api.tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
+            (ids,) = await encode_all(api.tokenizer, [body.prompt], body.add_special_tokens is not False)
         except UserError as error:
             raise wrong(str(error), "prompt") from None
     return JSONResponse({"count": len(ids), "max_model_len": api.engines.facts.context, "tokens": ids})
@@ -92,7 +119,7 @@ async def detokenize(api: Api, body: DetokenizeRequest) -> Response:
     api.adapter(body.model)
     if strange := [token for token in body.tokens if token >= api.engines.facts.vocab_size]:
         raise wrong(f"tokens: {strange[0]} is none of the model's {api.engines.facts.vocab_size}", "tokens")
-    return JSONResponse({"prompt": api.tokenizer.decode(body.tokens)})
+    return JSONResponse({"prompt": await decode(api.tokenizer, body.tokens)})
 
 
 async def load_adapter(api: Api, body: LoadAdapterRequest) -> Response:
@@ -108,8 +135,6 @@ async def load_adapter(api: Api, body: LoadAdapterRequest) -> Response:
         inside = False
     if not inside:
         raise not_found(f"there is no adapter '{body.lora_path}' in the directory that this server loads adapters from", "lora_path")
-    if body.lora_name in (api.settings.name, *api.adapters):
-        raise wrong(f"there is a model '{body.lora_name}' already; give another name, or unload it first", "lora_name")
     await api.engines.load_adapter(body.lora_name, str(directory))
     return JSONResponse({"status": "loaded"})
 

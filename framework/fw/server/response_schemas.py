@@ -8,10 +8,26 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, Discriminator, Field, Tag
-from pydantic_core import PydanticCustomError
 
 from fw.server.file_schemas import Metadata
-from fw.server.schemas import Body, Count, Int64, Penalty, Share, Stop, TokenId
+from fw.server.schemas import (
+    Bias,
+    Body,
+    Count,
+    Int64,
+    No,
+    Nothing,
+    NotObfuscated,
+    OfAStream,
+    Penalty,
+    Program,
+    ServiceTier,
+    Several,
+    Share,
+    Some,
+    Stop,
+    TokenId,
+)
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 _Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
@@ -27,8 +43,8 @@ class OutputText(Body):
 
     type: Literal["output_text"]
     text: str
-    annotations: list[Any] | None = None
-    logprobs: list[Any] | None = None
+    annotations: Several[Any] | None = None
+    logprobs: Several[Any] | None = None
 
 
 class Refusal(Body):
@@ -43,7 +59,7 @@ def _parts(value: Any) -> Any:
     return [{"type": "input_text", "text": value}] if isinstance(value, str) else value
 
 
-Content = Annotated[list[_Part], BeforeValidator(_parts, json_schema_input_type=str | list[_Part])]
+Content = Annotated[Several[_Part], BeforeValidator(_parts, json_schema_input_type=str | list[_Part])]
 
 
 class InputMessage(Body):
@@ -86,7 +102,7 @@ _Item = Annotated[
         custom_error_message="an item is a message, a function_call or a function_call_output; nothing else is known here",
     ),
 ]
-_Items = Annotated[list[_Item], Field(min_length=1)]
+_Items = Some[_Item]
 
 
 def _message(value: Any) -> Any:
@@ -94,16 +110,6 @@ def _message(value: Any) -> Any:
 
 
 Input = Annotated[_Items, BeforeValidator(_message, json_schema_input_type=str | _Items)]
-
-
-def _stored(value: Any) -> Any:
-    if value is not None and value is not False:
-        raise PydanticCustomError("not_stored", "responses are not stored here, nor made in the background; leave it out")
-    return value
-
-
-No = Annotated[Literal[False] | None, BeforeValidator(_stored)]
-Nothing = Annotated[None, BeforeValidator(_stored)]
 
 
 class TextForm(Body):
@@ -145,14 +151,8 @@ class Reasoning(Body):
     summary: None = None
 
 
-def _a_bool(value: Any) -> Any:
-    if value is not None and not isinstance(value, bool):  # 0 equals False, and a literal is compared
-        raise PydanticCustomError("bool_type", "Input should be a valid boolean")
-    return value
-
-
 class ResponseStreamOptions(Body):
-    include_obfuscation: Annotated[Literal[False] | None, BeforeValidator(_a_bool)] = None
+    include_obfuscation: NotObfuscated = None
 
 
 class ResponseRequest(Body):
@@ -165,12 +165,12 @@ class ResponseRequest(Body):
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Share | None = None
     stream: bool | None = None
-    stream_options: ResponseStreamOptions | None = None
+    stream_options: Annotated[ResponseStreamOptions | None, OfAStream] = None
     text: TextOptions | None = None
-    tools: list[FunctionTool] | None = None
+    tools: Several[FunctionTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedFunctionTool | None = None
     parallel_tool_calls: bool | None = None
-    include: list[Literal["message.output_text.logprobs"]] | None = None
+    include: Several[Literal["message.output_text.logprobs"]] | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     reasoning: Reasoning | None = None
     truncation: Literal["disabled"] | None = None
@@ -178,7 +178,7 @@ class ResponseRequest(Body):
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-    service_tier: Literal["auto", "default"] | None = None
+    service_tier: ServiceTier | None = None
     store: No = None
     background: No = None
     previous_response_id: Nothing = None
@@ -187,16 +187,16 @@ class ResponseRequest(Body):
     seed: Int64 | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    logit_bias: Bias | None = None
     top_k: Annotated[int, Field(ge=-1, le=(1 << 31) - 1)] | None = None
     min_p: Share | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
     min_tokens: Count | None = None
     ignore_eos: bool | None = None
-    stop_token_ids: list[TokenId] | None = None
+    stop_token_ids: Several[TokenId] | None = None
     skip_special_tokens: bool | None = None
-    regex: str | None = None
-    grammar: str | None = None
+    regex: Program | None = None
+    grammar: Program | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import signal
 import socket
 import sys
 from importlib.util import find_spec
@@ -14,7 +13,7 @@ from fw.server.settings import Settings
 from fw.server.starting import Starting
 
 _CLOSE_S = 5
-_NEEDED = ("fastapi", "uvicorn", "prometheus_client", "python_multipart")
+_NEEDED = ("fastapi", "uvicorn", "httptools", "prometheus_client", "python_multipart")
 
 
 def run(settings: Settings) -> int:
@@ -27,7 +26,6 @@ def run(settings: Settings) -> int:
     for module in _NEEDED:
         if find_spec(module) is None:
             raise UserError(f"fw serve needs {module}: pip install 'fw[serve]'")
-    signal.signal(signal.SIGTERM, _leave)  # until there is a loop, and requests to let end
     listening = _listen(settings.serve.host, settings.serve.port)
     starting = Starting(settings)
     try:
@@ -41,13 +39,14 @@ def _run(settings: Settings, listening: socket.socket, starting: Starting) -> in
     # A second, in which the engines import what is theirs.
     import uvicorn
 
+    from fw.server.connection import Connection
     from fw.server.logs import ToLog
     from fw.server.service import Service
 
     class Server(uvicorn.Server):
-        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-            self.loop = asyncio.get_running_loop()
-            await super().startup(sockets)
+        async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+            self.loop = asyncio.get_running_loop()  # before there is a signal that is heard by it
+            await super().serve(sockets)
 
         def handle_exit(self, sig: int, frame: FrameType | None) -> None:
             self.loop.call_soon_threadsafe(service.drain)
@@ -63,7 +62,7 @@ def _run(settings: Settings, listening: socket.socket, starting: Starting) -> in
         server_header=False,
         lifespan="on",
         timeout_graceful_shutdown=_CLOSE_S,
-        h11_max_incomplete_event_size=64 << 10,
+        http=Connection,
     )
     server = Server(config)
     host, port = listening.getsockname()[:2]
@@ -74,10 +73,6 @@ def _run(settings: Settings, listening: socket.socket, starting: Starting) -> in
     if service.failure is not None:
         raise service.failure
     return EXIT_OK
-
-
-def _leave(number: int, frame: FrameType | None) -> None:
-    sys.exit(EXIT_OK)
 
 
 def _listen(host: str, port: int) -> socket.socket:

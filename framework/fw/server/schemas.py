@@ -5,19 +5,56 @@ Values are taken as they are: no text for a number. A field that is not known is
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo
+from pydantic_core import PydanticCustomError
+
+_T = TypeVar("_T")
+Several = Annotated[list[_T], Field(fail_fast=True)]
+"""A list, of whose wrong items one is told: one error for each could be thousands of times as large as a body."""
+Some = Annotated[list[_T], Field(fail_fast=True, min_length=1)]
 
 Int64 = Annotated[int, Field(ge=-(1 << 63), le=(1 << 63) - 1)]
 Count = Annotated[int, Field(ge=0, le=(1 << 31) - 1)]
 TokenId = Annotated[int, Field(ge=0, le=(1 << 31) - 1)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Share = Annotated[float, Field(ge=0, le=1)]
-_Some = Annotated[str, Field(min_length=1)]
-_Ids = Annotated[list[TokenId], Field(min_length=1)]
-Texts = _Some | Annotated[list[_Some], Field(min_length=1)] | _Ids | Annotated[list[_Ids], Field(min_length=1)]
-Stop = str | Annotated[list[str], Field(max_length=64)]
+_Text = Annotated[str, Field(min_length=1)]
+Texts = _Text | Some[_Text] | Some[TokenId] | Some[Some[TokenId]]
+Bias = Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(fail_fast=True)]
+Stop = str | Annotated[list[str], Field(fail_fast=True, max_length=64)]
+Program = Annotated[str, Field(max_length=100_000)]
+"""That says what an answer looks like."""
+
+
+def _stored(value: Any) -> Any:
+    if value is not None and value is not False:
+        raise PydanticCustomError("not_stored", "responses are not stored here, nor made in the background; leave it out")
+    return value
+
+
+No = Annotated[Literal[False] | None, BeforeValidator(_stored)]
+Nothing = Annotated[None, BeforeValidator(_stored)]
+
+
+def _a_bool(value: Any) -> Any:
+    if value is not None and not isinstance(value, bool):  # 0 equals False, and a literal is compared
+        raise PydanticCustomError("bool_type", "Input should be a valid boolean")
+    return value
+
+
+NotObfuscated = Annotated[Literal[False] | None, BeforeValidator(_a_bool)]
+
+
+def _of_a_stream(value: _T, info: ValidationInfo) -> _T:
+    if value is not None and not info.data.get("stream"):
+        raise PydanticCustomError("not_streamed", "The 'stream_options' parameter is only allowed when 'stream' is enabled")
+    return value
+
+
+OfAStream = AfterValidator(_of_a_stream)
+"""Of a field below ``stream``."""
 
 
 class Body(BaseModel):
@@ -32,9 +69,12 @@ class Open(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
 
 
+ServiceTier = Literal["auto", "default"]
+
+
 class StreamOptions(Body):
     include_usage: bool | None = None
-    include_obfuscation: bool | None = None
+    include_obfuscation: NotObfuscated = None
 
 
 class JsonSchemaForm(Open):
@@ -61,23 +101,23 @@ class Choosing(Body):
     max_tokens: Count | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    logit_bias: Bias | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
+    stream_options: Annotated[StreamOptions | None, OfAStream] = None
     user: str | None = None
-    metadata: dict[str, str] | None = None
-    service_tier: str | None = None
+    metadata: Annotated[dict[str, str], Field(fail_fast=True)] | None = None
+    service_tier: ServiceTier | None = None
     response_format: ResponseFormat | None = None
     top_k: Annotated[int, Field(ge=-1, le=(1 << 31) - 1)] | None = None
     min_p: Share | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
     min_tokens: Count | None = None
     ignore_eos: bool | None = None
-    stop_token_ids: list[TokenId] | None = None
+    stop_token_ids: Several[TokenId] | None = None
     skip_special_tokens: bool | None = None
     json_schema: dict[str, Any] | None = None
-    regex: str | None = None
-    grammar: str | None = None
+    regex: Program | None = None
+    grammar: Program | None = None
 
 
 class CompletionRequest(Choosing):
@@ -115,9 +155,9 @@ class Message(Open):
     """Of a conversation; whatever else a chat template reads may be in it."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[ContentPart] | None = None
+    content: str | Several[ContentPart] | None = None
     name: str | None = None
-    tool_calls: list[dict[str, Any]] | None = None
+    tool_calls: Several[dict[str, Any]] | None = None
     tool_call_id: str | None = None
 
 
@@ -129,16 +169,16 @@ class ContentPart(Open):
 class ChatRequest(Choosing):
     """``POST /v1/chat/completions``."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Some[Message]
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    tools: list[Tool] | None = None
+    tools: Several[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
-    modalities: list[Literal["text"]] | None = None
+    modalities: Several[Literal["text"]] | None = None
     reasoning_effort: str | None = None
-    store: bool | None = None
+    store: No = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -172,6 +212,7 @@ class CompletionResponse(BaseModel):
 class AnswerMessage(BaseModel):
     role: Literal["assistant"]
     content: str | None
+    refusal: None = None
     tool_calls: list[dict[str, Any]] | None = None
 
 
@@ -221,10 +262,10 @@ class TokenizeRequest(Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    messages: Some[Message] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
-    tools: list[Tool] | None = None
+    tools: Several[Tool] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 
@@ -238,7 +279,7 @@ class DetokenizeRequest(Body):
     """``POST /detokenize``."""
 
     model: str | None = None
-    tokens: list[TokenId]
+    tokens: Several[TokenId]
 
 
 class DetokenizeResponse(BaseModel):

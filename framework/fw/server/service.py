@@ -41,14 +41,14 @@ class Service:
         self, settings: Settings, starting: Starting, stop: Callable[[], None], say: Callable[[str], None], errors: TextIO | None
     ) -> None:
         self.settings = settings
-        self.log = Log(errors if settings.serve.log == "json" else None)
+        self.log = Log(errors if settings.serve.log == "json" else None, settings.serve.log_prompts)
         self.engines = Engines(settings, starting, self._ready, self._failed)
         self.api = Api(settings, self.engines)
         self.failure: FwError | None = None
         self._stop, self._say = stop, say
-        self._batches = Batches(self.api, self.log)
         self._traces = Traces(settings.serve.traces) if settings.serve.traces else None
         trace = self._traces.begin if self._traces is not None else no_traces
+        self._batches = Batches(self.api, self.log, trace)
         self._app: ASGIApp = create_app(self.api, self._batches, self.log, trace)
         self._draining: asyncio.Task[None] | None = None
 
@@ -97,6 +97,7 @@ class Service:
             self.log.line("draining", sequences=self.engines.sequences)
             self._draining = asyncio.ensure_future(self._drained())
         else:
+            self.engines.give_up()
             self._stop()
 
     async def _drained(self) -> None:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from omegaconf import OmegaConf
 
-from fw.config import PLUGINS, Config, ServeSection, check_interpolations, fill, load, overridden
+from fw.config import PLUGINS, Config, Origin, ServeSection, check_interpolations, fill, load, overridden
 from fw.errors import UserError
 
 SECTION = "serve"
 _KEYS = "FW_API_KEYS"
+_COMMAND_LINE = Origin("command line")
 _SUFFIXES = (".yaml", ".yml")
 _OF_A_RUN = ("train", "data")
 _OF_ITS_SERVER = (SECTION, "inference", "kv_cache", PLUGINS)
@@ -47,8 +50,11 @@ class Settings:
         return [(name, directory) for name, _, directory in pairs]
 
 
-def settings(where: str, overrides: Sequence[str] = ()) -> Settings:
+def settings(where: str, overrides: Sequence[str] = (), options: Mapping[str, Any] | None = None) -> Settings:
     """From a model, or a config of a server or of a training run, and overrides.
+
+    Args:
+        options: of the section ``serve``, which go before overrides. Their text is taken as it is: it is no YAML, and ``${`` means nothing.
 
     Raises:
         UserError: there is no model, or an option that is wrong or does not go with another.
@@ -58,6 +64,9 @@ def settings(where: str, overrides: Sequence[str] = ()) -> Settings:
     given = config.tree.get(SECTION) or {}
     if not isinstance(given, dict):
         raise UserError(f"{config.origin((SECTION,))}: '{SECTION}' is a section of options, not {given!r}")
+    options = options or {}
+    given = {**given, **{name: _verbatim(value) for name, value in options.items()}}
+    config = replace(config, origins={**config.origins, **{(SECTION, name): _COMMAND_LINE for name in options}})
     whole = OmegaConf.create({**config.tree, SECTION: {**vars(ServeSection()), **given}})
     serve = fill(ServeSection, config, (SECTION,), given, whole)
     path = path or serve.model
@@ -72,7 +81,21 @@ def settings(where: str, overrides: Sequence[str] = ()) -> Settings:
             f" {_KEYS}, or say serve.insecure=true (--insecure)"
         )
     rest = {section: content for section, content in config.tree.items() if section != SECTION}
-    return Settings(path, serve, replace(config, tree=rest), keys)
+    made = Settings(path, serve, replace(config, tree=rest), keys)
+    names = [made.name, *(name for name, _ in made.adapters)]
+    if twice := next((name for number, name in enumerate(names) if name in names[:number]), None):
+        raise UserError(
+            f"{config.origin((SECTION, 'adapters'))}: serve.adapters: two models would have the name {twice}; give the adapter another, or"
+            " the model by serve.name"
+        )
+    return made
+
+
+def _verbatim(value: Any) -> Any:
+    """Text in which OmegaConf finds nothing to resolve."""
+    if isinstance(value, list):
+        return [_verbatim(item) for item in value]
+    return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
 
 
 def _read(where: str, overrides: Sequence[str]) -> tuple[str, Config]:

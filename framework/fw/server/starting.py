@@ -26,11 +26,16 @@ class Starting:
     def __init__(self, settings: Settings) -> None:
         serve = settings.serve
         _check_host(settings.config, serve.replicas)
-        self.begin = Begin(settings.path, settings.config, serve.adapter or None, settings.adapters, _threads(serve.replicas))
+        adapter, threads = serve.adapter or None, _threads(serve.replicas)
+        self.begin = Begin(settings.path, settings.config, adapter, settings.adapters, threads, serve.log_prompts)
         self.begun = time.monotonic()
         self.children: list[Child] = []
-        for number in range(serve.replicas):
-            self.children.append(start_process(self.begin, _visible(number, serve.replicas)))
+        try:
+            for number in range(serve.replicas):
+                self.children.append(start_process(self.begin, _visible(number, serve.replicas)))
+        except BaseException:  # a signal, perhaps
+            self.end()
+            raise
 
     def end(self) -> None:
         """At once."""

@@ -16,9 +16,12 @@ _NAMES = {
     "finish_reasons": "gen_ai.response.finish_reasons",
     "first_token_seconds": "gen_ai.response.time_to_first_chunk",
     "aborted": "fw.aborted",
+    "batch": "fw.batch.id",
 }
 """Of what is noted of a request, by the names that spans have for it; its words are not among them."""
 _PATIENCE_MS = 5000
+Trace = Callable[[Record, Mapping[bytes, bytes]], Callable[[], None]]
+"""Is told of a request that comes, with its headers, and gives what is to be told of its end."""
 
 
 class Traces:
@@ -53,7 +56,7 @@ class Traces:
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
         carried = {name: headers[name.encode()].decode("latin-1") for name in ("traceparent", "tracestate") if name.encode() in headers}
-        about = {"http.request.method": record.method, "url.path": record.path, "http.request.header.x-request-id": record.id}
+        about = {"http.request.method": record.method, "url.path": record.path, "http.response.header.x-request-id": [record.id]}
         span = self._tracer.start_span(
             f"{record.method} {record.path}", TraceContextTextMapPropagator().extract(carried), SpanKind.SERVER, about
         )

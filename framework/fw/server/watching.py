@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Coroutine, MutableMapping
 from typing import Any, TypeVar
 
 from fw.server.errors import ApiError
+from fw.server.logs import current
 
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 _T = TypeVar("_T")
@@ -21,25 +22,33 @@ async def while_there(receive: Receive, work: Coroutine[Any, Any, _T], seconds: 
 
     Args:
         receive: the request's, whose body has been read.
+        seconds: that the request may take from its arrival.
         end: is called in the end, also where the work could not even begin.
 
     Raises:
         Gone: nobody is there to be told.
         ApiError: time is over.
     """
+    record = current.get()
+    left = seconds if record is None else max(0.0, seconds - record.seconds)
     task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(receive))
     try:
-        await asyncio.wait({task, gone}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({task, gone}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             return task.result()
         if gone.done():
             raise Gone
-        raise ApiError(408, f"the request has taken more than the {seconds:g} s it may", "timeout")
+        raise late(seconds)
     finally:
         for each in (task, gone):
             each.cancel()
         await asyncio.gather(task, gone, return_exceptions=True)
         end()
+
+
+def late(seconds: float) -> ApiError:
+    """A request has taken longer than this."""
+    return ApiError(408, f"the request has taken more than the {seconds:g} s it may", "timeout")
 
 
 async def _disconnected(receive: Receive) -> None:

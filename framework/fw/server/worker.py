@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import gc
 import time
+from collections.abc import Sequence
 from functools import partial
-from multiprocessing.connection import Connection
-from typing import Any, NoReturn
+from multiprocessing.connection import Connection, wait
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from fw.errors import UserError
+from fw.errors import UserError, describe
+from fw.inference.results import Delta, Result
 from fw.launching.child import ended, joined
+from fw.server.logs import trace
 from fw.server.messages import Abort, Add, Begin, Done, DropAdapter, LoadAdapter, Loaded, State, Stepped
+
+if TYPE_CHECKING:
+    from fw.inference.structure import Form
 
 _LOOK_S = 1.0
 
@@ -25,10 +31,14 @@ def _run(connection: Connection[Any, Any]) -> None:
     begin: Begin = connection.recv()
     served = Served(begin)
     connection.send(served.loaded())
+    heard = [connection, served.forming.ready]
     while True:
-        while not served.busy or connection.poll():
-            served.take(connection.recv(), connection)
-            if not served.busy and not connection.poll():
+        while there := wait(heard, 0 if served.busy else None):
+            if connection in there:
+                served.take(connection.recv(), connection)
+            else:
+                served.take_form()
+            if not served.busy and not wait(heard, 0):
                 connection.send(served.said())  # nothing else is going to be
         connection.send(served.step())
 
@@ -42,10 +52,12 @@ class Served:
         from fw.inference.steady import sizes_on_gpu
         from fw.planning.llm import LLM
         from fw.recipe.inference import resolve_inference
+        from fw.server.forming import Forming
 
         if begin.threads is not None:
             torch.set_num_threads(begin.threads)
         self._said: list[str] = []
+        self._words = begin.words
         recipe = resolve_inference(begin.config)
         self.llm = LLM.of(begin.path, recipe, begin.adapter, self._said.append)
         for name, directory in begin.adapters:
@@ -54,7 +66,11 @@ class Served:
         self._engine = self.llm.engine
         if self.llm.device.type == "cuda":
             self._engine.warm_up(sizes_on_gpu(recipe.inference.max_sequences))
+        self.forming = Forming(self._engine.structure)
         self._refused: dict[str, str] = {}
+        self._failed: dict[str, str] = {}
+        self._whole = True
+        """Whether the last step was made."""
         self._generated, self._looked, self._held = 0, 0.0, 0
         self._weight_bytes = self.llm.weight_bytes
         # What is loaded stays: looking through half a million objects for garbage would hold up a step.
@@ -88,11 +104,12 @@ class Served:
     def take(self, message: Any, connection: Connection[Any, Any]) -> None:
         """What the server says."""
         if isinstance(message, Add):
-            try:
-                self._engine.add(message.key, message.prompt, message.sampling, message.priority, message.adapter, message.pooling)
-            except UserError as error:
-                self._refused[message.key] = str(error)
+            if message.sampling.form is not None:
+                self.forming.ask(message)
+            else:
+                self._add(message)
         elif isinstance(message, Abort):
+            self.forming.leave(message.key)
             self._engine.abort(message.key)
         else:
             assert isinstance(message, LoadAdapter | DropAdapter)
@@ -102,21 +119,62 @@ class Served:
                     self.llm.load_adapter(message.name, message.directory)
                 else:
                     self.llm.drop_adapter(message.name)
-            except UserError as error:
-                failed = str(error)
+            except Exception as error:  # whatever is in a directory: nobody else's request ends with it
+                self._check_there()
+                failed = describe(error)
             connection.send(Done(message.key, failed, self._engine.adapters.names))
 
+    def take_form(self) -> None:
+        """One that is made."""
+        if (made := self.forming.made()) is not None:
+            self._add(*made)
+
+    def _add(self, add: Add, form: Form | Exception | None = None) -> None:
+        try:
+            if isinstance(form, Exception):
+                raise form
+            self._engine.add(add.key, add.prompt, add.sampling, add.priority, add.adapter, add.pooling, form)
+        except UserError as error:
+            self._refused[add.key] = str(error)
+        except Exception as error:
+            self._fail([add.key], error)
+
     def step(self) -> Stepped:
-        """Compute."""
-        deltas, results = self._engine.step()
+        """Compute. Where that fails as a whole, so do the requests that run, and those that wait go on; but not twice in a row, and not
+        with other ranks, which are amid the step."""
+        try:
+            deltas, results = self._engine.step()
+        except Exception as error:
+            if not self._whole or self.llm.ranks is not None or not (begun := self._engine.begun):
+                raise
+            self._whole = False
+            self._fail(begun, error)
+            return self.said()
+        self._whole = True
         self._generated += sum(delta.token is not None for delta in deltas)
-        refused, self._refused = self._refused, {}
-        return Stepped(self._state(), deltas, results, refused)
+        return self._stepped(deltas, results)
 
     def said(self) -> Stepped:
         """How it is, without a step."""
-        refused, self._refused = self._refused, {}
-        return Stepped(self._state(), refused=refused)
+        return self._stepped()
+
+    def _stepped(self, deltas: Sequence[Delta] = (), results: Sequence[Result] = ()) -> Stepped:
+        (refused, failed), self._refused, self._failed = (self._refused, self._failed), {}, {}
+        return Stepped(self._state(), deltas, results, refused, failed)
+
+    def _fail(self, keys: Sequence[str], error: Exception) -> None:
+        """These requests, and no others."""
+        self._check_there()
+        for key in keys:
+            self._engine.abort(key)
+            self._failed[key] = trace(error, self._words)
+
+    def _check_there(self) -> None:
+        """The device still computes: a CUDA context that is broken says so to whoever asks, and no request could go on."""
+        if self.llm.device.type == "cuda":
+            import torch
+
+            torch.cuda.synchronize(self.llm.device)
 
     def _state(self) -> State:
         from fw.meter.memory import held_bytes
@@ -127,7 +185,7 @@ class Served:
         scheduler = self._engine.scheduler
         return State(
             len(scheduler.running),
-            len(scheduler.waiting),
+            len(scheduler.waiting) + len(self.forming),
             scheduler.cache.used_bytes,
             scheduler.cache.live_bytes,
             scheduler.preemptions,

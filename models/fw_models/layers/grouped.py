@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from fw.api.kernels import fixed_rows
+
 
 def grouped_linear(x_TD: Tensor, weight_EFD: Tensor, ends_E: Tensor) -> Tensor:
     """Row t of group e times ``weight[e]`` transposed, ``[T, F]``; in the dtype autocast asks for, where it is on.
@@ -35,6 +37,8 @@ def _has_kernel(x: Tensor, *sizes: int) -> bool:
 
 @torch.library.custom_op("fw::grouped_mm", mutates_args=())
 def _multiply(x_TK: Tensor, weight_EKN: Tensor, ends_E: Tensor) -> Tensor:
+    if (rows := fixed_rows.rows_of_products()) is not None:
+        return fixed_rows.grouped_product(x_TK, weight_EKN, ends_E.tolist(), rows)
     if _has_kernel(x_TK, x_TK.shape[1], weight_EKN.shape[2]):
         return torch._grouped_mm(x_TK.contiguous(), weight_EKN, offs=ends_E)
     out_TN = x_TK.new_empty(x_TK.shape[0], weight_EKN.shape[2])

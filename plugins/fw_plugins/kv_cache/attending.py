@@ -6,6 +6,8 @@ dimension.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -76,6 +78,61 @@ def _sdpa(q_NQH: Tensor, k_KLH: Tensor, v_KLH: Tensor, seen_QL: Tensor | None, c
         q_NQH[None], k_KLH[None], v_KLH[None], attn_mask=seen_QL, is_causal=causal, scale=scale, enable_gqa=len(q_NQH) != len(k_KLH)
     )
     return out_1NQH[0].transpose(0, 1)
+
+
+QUERIES, KEYS = 4, 128
+"""That products of :func:`attend_in_tiles` have: one answer has one query in a step, and a prompt many."""
+
+
+def attend_in_tiles(
+    q_QNH: Tensor,
+    start: int,
+    keys: Callable[[Tensor], Tensor],
+    values: Callable[[Tensor], Tensor],
+    *,
+    window: int | None,
+    scale: float,
+    softcap: float | None = None,
+    sinks: int = 0,
+) -> Tensor:
+    """As :func:`attend`; what a query gets is the same to the last bit whatever queries are beside it. Products are of as many queries and
+    keys as always, from positions on that are multiples of :data:`KEYS`, and are added up in fp32 one after another.
+
+    Args:
+        start: the first query's position; the last one's is the last of the sequence.
+        keys, values: give those of positions ``[L]``, as ``[L, K, H]``.
+    """
+    out_QNH, end = torch.empty_like(q_QNH), start + len(q_QNH)
+    for first in range(start, end, QUERIES):
+        of_Q = torch.arange(first, first + QUERIES, device=q_QNH.device).clamp(max=end - 1)
+        oldest = 0 if window is None else first - window + 1
+        tiles: list[tuple[Tensor, Tensor]] = []
+        for begin in range(0, min(first + QUERIES, end), KEYS):
+            if begin + KEYS > oldest or begin < sinks:
+                positions_L = torch.arange(begin, begin + KEYS, device=q_QNH.device)
+                tiles.append((positions_L, _seen(of_Q, positions_L, window, sinks)))
+        # What nobody sees is not read: it may never have been written, and 0 times that may be no number.
+        read = [torch.where(seen_QL.any(0), positions_L, of_Q[0]) for positions_L, seen_QL in tiles]
+        x_QNH = q_QNH[of_Q - start].float()
+        scores: list[Tensor] = []
+        for at_L, (_, seen_QL) in zip(read, tiles, strict=True):
+            k_KHL = keys(at_L).float().permute(1, 2, 0).contiguous()
+            q_KGQH = x_QNH.unflatten(1, (len(k_KHL), -1)).permute(1, 2, 0, 3).contiguous()
+            scores_KGQL = (q_KGQH.flatten(1, 2) @ k_KHL).view(*q_KGQH.shape[:3], KEYS) * scale
+            if softcap is not None:
+                scores_KGQL = softcap * torch.tanh(scores_KGQL / softcap)
+            scores.append(scores_KGQL.masked_fill_(~seen_QL, -torch.inf))
+        most_KGQ1 = torch.stack([scores_KGQL.amax(-1, keepdim=True) for scores_KGQL in scores]).amax(0)
+        total_KGQ1, sum_KSH = torch.zeros_like(most_KGQ1), None
+        for at_L, scores_KGQL in zip(read, scores, strict=True):
+            weights_KGQL = scores_KGQL.sub_(most_KGQ1).exp_()
+            total_KGQ1 += weights_KGQL.sum(-1, keepdim=True)
+            added_KSH = weights_KGQL.flatten(1, 2) @ values(at_L).float().transpose(0, 1).contiguous()
+            sum_KSH = added_KSH if sum_KSH is None else sum_KSH.add_(added_KSH)
+        assert sum_KSH is not None
+        found_QNH = (sum_KSH.view(*most_KGQ1.shape[:3], -1) / total_KGQ1).permute(2, 0, 1, 3).flatten(1, 2)
+        out_QNH[first - start : first - start + QUERIES] = found_QNH[: end - first]
+    return out_QNH
 
 
 def attend_to_all(q_BNH: Tensor, k_BLKH: Tensor, v_BLKH: Tensor, seen_BL: Tensor, *, scale: float, softcap: float | None = None) -> Tensor:

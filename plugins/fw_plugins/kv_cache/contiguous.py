@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fw.api import KVCache, KVCachePlugin, KVNeeds, KVShape, Places, Stretch, UserError
-from fw_plugins.kv_cache.attending import attend
+from fw_plugins.kv_cache.attending import attend, attend_in_tiles
 
 _GROWTH = 64
 """Tokens that room is made for at once, at least."""
@@ -16,6 +16,8 @@ _GROWTH = 64
 
 class Contiguous(KVCachePlugin):
     """Keys and values of a sequence one behind another: nothing is gathered, nothing shared; memory grows by a quarter at a time."""
+
+    batch_invariant = True
 
     def token_bytes(self, shapes: Sequence[KVShape], dtype: torch.dtype) -> float:
         """Keys and values."""
@@ -102,8 +104,12 @@ class _ContiguousCache(KVCache):
         for stretch in self._stretches:
             keys, values, now = self._keys[stretch.sequence][block], self._values[stretch.sequence][block], slice(at, at + stretch.length)
             keys[stretch.start : stretch.end], values[stretch.start : stretch.end] = k_TKH[now], v_TKH[now]
+            at += stretch.length
+            if self._needs.batch_invariant:
+                how = {"window": window, "scale": scale, "softcap": softcap}
+                out_TNH[now] = attend_in_tiles(q_TNH[now], stretch.start, keys.__getitem__, values.__getitem__, **how)  # type: ignore[arg-type]
+                continue
             first = 0 if window is None else max(0, stretch.start - window + 1)
             seen = slice(first, stretch.end)
             out_TNH[now] = attend(q_TNH[now], keys[seen], values[seen], window=window, scale=scale, softcap=softcap)
-            at += stretch.length
         return out_TNH

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from fw.api import KVCache, KVNeeds, KVShape, Places, Stretch
 from fw.api.kernels import attend_blocks, available, gpu, keep
-from fw_plugins.kv_cache.attending import attend, attend_to_all
+from fw_plugins.kv_cache.attending import attend, attend_in_tiles, attend_to_all
 from fw_plugins.kv_cache.blocks import BlockPool
 from fw_plugins.kv_cache.keeping import Keeping, Plain
 from fw_plugins.kv_cache.steps import ForKernel, ForOperators, GPUPlaces, KernelPlaces, OnGPU
@@ -44,7 +45,8 @@ class CacheInBlocks(KVCache):
         self._values = [self._empty(shape) for shape in needs.shapes]
         rows = [keeping.rows(shape.head_dim) for shape in needs.shapes]
         self._kernel = None not in rows and available(needs.dtype, needs.device)
-        self._on_gpu = gpu.attention(needs.device)
+        # Kernels of GPUs divide keys by how many sequences there are.
+        self._on_gpu = None if needs.batch_invariant else gpu.attention(needs.device)
         if self._on_gpu is not None and not all(map(self._on_gpu.takes, rows)):
             self._on_gpu = None
         self._step: ForKernel | OnGPU | ForOperators | None = None
@@ -123,7 +125,7 @@ class CacheInBlocks(KVCache):
         elif self._on_gpu is not None:
             self._step = OnGPU.of(stretches, self.pool, self._needs.device)
         elif not self._kernel:
-            self._step = ForOperators.of(stretches, self.pool, self._needs.device)
+            self._step = ForOperators.of(stretches, self.pool, self._needs.device, apart=self._needs.batch_invariant)
         elif places is None:
             self._step = ForKernel.of(stretches, self.pool)
         else:
@@ -165,6 +167,10 @@ class CacheInBlocks(KVCache):
             k_BLKH, v_BLKH = (self._keeping.decode(kept[slots_BL // size, :, slots_BL % size], dim) for kept in (keys, values))
             out_TNH[single.rows_B] = attend_to_all(q_TNH[single.rows_B], k_BLKH, v_BLKH, seen_BL, scale=scale, softcap=softcap)
         for start, now, slots_L in step.longer:
+            if self._needs.batch_invariant:
+                read = (partial(self._read, kept, slots_L, dim) for kept in (keys, values))
+                out_TNH[now] = attend_in_tiles(q_TNH[now], start, *read, window=window, sinks=sinks, scale=scale, softcap=softcap)
+                continue
             first = 0 if window is None else max(0, start - window + 1)
             positions_L = torch.arange(len(slots_L), device=q_TNH.device)
             if sinks < first:
@@ -174,6 +180,10 @@ class CacheInBlocks(KVCache):
             how = {"window": window, "sinks": sinks, "scale": scale, "softcap": softcap, "positions_L": positions_L}
             out_TNH[now] = attend(q_TNH[now], k_LKH, v_LKH, **how)  # type: ignore[arg-type]
         return out_TNH
+
+    def _read(self, kept: Tensor, slots_L: Tensor, dim: int, positions_L: Tensor) -> Tensor:
+        slots_L, size = slots_L[positions_L], self.pool.size
+        return self._keeping.decode(kept[slots_L // size, :, slots_L % size], dim)
 
 
 def _heads_together(x_TNH: Tensor) -> Tensor:

@@ -31,6 +31,7 @@ class Paged(KVCachePlugin):
     """Keys and values in blocks that sequences share where they begin alike: no memory is kept free for what may come."""
 
     Config = PagedConfig
+    batch_invariant = True
 
     def token_bytes(self, shapes: Sequence[KVShape], dtype: torch.dtype) -> float:
         """Keys and values."""

@@ -33,6 +33,7 @@ class Quantized(KVCachePlugin):
 
     Config = QuantizedConfig
     lossless = False
+    batch_invariant = True
 
     def token_bytes(self, shapes: Sequence[KVShape], dtype: torch.dtype) -> float:
         """Codes and scales."""

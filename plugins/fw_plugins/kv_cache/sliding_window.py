@@ -47,6 +47,7 @@ class SlidingWindow(KVCachePlugin):
 
     Config = SlidingWindowConfig
     lossless = False
+    batch_invariant = True
 
     @property
     def _bounds(self) -> Bounds:

@@ -177,7 +177,7 @@ class ForOperators:
 
     Attributes:
         slots_T: where each token is kept.
-        longer: start, rows among the step's tokens, and slots of all positions, of each with several tokens.
+        longer: start, rows among the step's tokens, and slots of all positions, of each with several tokens, or of all.
     """
 
     slots_T: Tensor
@@ -185,7 +185,8 @@ class ForOperators:
     longer: Sequence[tuple[int, slice, Tensor]]
 
     @staticmethod
-    def of(stretches: Sequence[Stretch], pool: BlockPool, device: torch.device) -> ForOperators:
+    def of(stretches: Sequence[Stretch], pool: BlockPool, device: torch.device, apart: bool = False) -> ForOperators:
+        """Of these; with ``apart``, those with one token likewise one by one."""
         slots: list[Tensor] = []
         single: list[tuple[int, Tensor]] = []
         longer: list[tuple[int, slice, Tensor]] = []
@@ -194,7 +195,7 @@ class ForOperators:
             blocks = torch.tensor(pool.tables[stretch.sequence][: pool.blocks_for(stretch.end)])
             slots_L = (blocks[:, None] * pool.size + torch.arange(pool.size)).flatten()[: stretch.end]
             slots.append(slots_L[stretch.start :])
-            if stretch.length == 1:
+            if stretch.length == 1 and not apart:
                 single.append((at, slots_L))
             else:
                 longer.append((stretch.start, slice(at, at + stretch.length), slots_L.to(device)))

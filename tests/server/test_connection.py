@@ -1,0 +1,146 @@
+"""Clients that connect and do not come to the point."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from contextlib import suppress
+
+import pytest
+import uvicorn
+
+from fw.config import ServeSection
+from fw.server.connection import Connection
+from fw.server.errors import ApiError
+from fw.server.guard import Guard
+from fw.server.logs import Log, Record, current
+from fw.server.watching import while_there
+
+GET = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
+HEAD = b"POST / HTTP/1.1\r\nHost: localhost\r\n"
+
+
+async def _app(scope, receive, send):
+    if scope["type"] != "http":
+        return
+    while (await receive()).get("more_body"):
+        pass
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+    await send({"type": "http.response.body", "body": b"ok"})
+
+
+def _talking(talk, seconds):
+    """What a client makes of a server whose connections wait for so long."""
+
+    class Quick(Connection):
+        head_seconds = seconds
+
+    async def main():
+        listening = socket.create_server(("127.0.0.1", 0))
+        config = uvicorn.Config(_app, log_config=None, http=Quick, lifespan="off", timeout_keep_alive=60, ws="none")
+        server = uvicorn.Server(config)
+        running = asyncio.ensure_future(server.serve(sockets=[listening]))
+        reader, writer = await asyncio.open_connection(*listening.getsockname())
+        try:
+            return await asyncio.wait_for(talk(reader, writer), 30)
+        finally:
+            writer.close()
+            server.should_exit = True
+            await running
+
+    return asyncio.run(main())
+
+
+@pytest.mark.parametrize(("before", "begun"), [(b"", b""), (b"", b"GET / HT"), (b"", HEAD), (GET, b"GET / HT"), (GET, HEAD)])
+def test_a_head_that_does_not_end_ends_the_connection(before, begun):
+    async def talk(reader, writer):
+        if before:
+            writer.write(before)
+            assert (await reader.readuntil(b"ok")).startswith(b"HTTP/1.1 200")
+        writer.write(begun)
+        return await reader.read()
+
+    assert _talking(talk, 0.05) == b""
+
+
+def test_nor_do_many_bytes_one_by_one_keep_it():
+    async def talk(reader, writer):
+        ended = asyncio.ensure_future(reader.read())
+        writer.write(HEAD)
+        while not ended.done():
+            writer.write(b"x")
+            await asyncio.sleep(0.001)
+        return await ended
+
+    with suppress(ConnectionResetError):  # a byte was on its way
+        assert _talking(talk, 0.05) == b""
+
+
+@pytest.mark.parametrize("before", [b"", HEAD + b"Transfer-Encoding: chunked\r\n\r\n1\r\nx\r\n0\r\n"])
+def test_what_stands_in_heads_is_bounded(before):
+    """Also in what may follow a body."""
+
+    async def talk(reader, writer):
+        writer.write(before or HEAD)
+        try:
+            for _ in range(300):
+                writer.write(b"X-More: " + b"y" * 1000 + b"\r\n")
+                await writer.drain()
+                await asyncio.sleep(0)
+            return await reader.read()
+        except ConnectionError:
+            return b""
+
+    found = _talking(talk, 60)
+    assert found == b"" or (found.startswith(b"HTTP/1.1 400") and b"larger than 65536 bytes" in found)
+
+
+def test_whoever_comes_to_the_point_is_heard_as_long_as_they_like():
+    """Large bodies, several requests, and a pause that is longer than a head may take."""
+
+    async def talk(reader, writer):
+        for n in range(3):
+            body = b"z" * (n << 18)
+            writer.write(HEAD + f"Content-Length: {len(body)}\r\n\r\n".encode())
+            await writer.drain()
+            if body:
+                await asyncio.sleep(0.1)
+            writer.write(body)
+            assert (await reader.readuntil(b"ok")).startswith(b"HTTP/1.1 200")
+        return True
+
+    assert _talking(talk, 0.05)
+
+
+def test_a_body_counts_towards_the_time_of_a_request():
+    """However often a piece of it comes."""
+
+    async def receive():
+        await asyncio.sleep(0)
+        return {"type": "http.request", "body": b"x", "more_body": True}
+
+    async def reading(scope, receive, send):
+        while (await receive()).get("more_body"):
+            pass
+
+    async def main():
+        guard = Guard(reading, ServeSection(timeout=0.05), [], Log(None))
+        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
+        await guard(scope, receive, None)
+
+    with pytest.raises(Exception, match=r"more than the 0\.05 s it may") as found:
+        asyncio.run(asyncio.wait_for(main(), 30))
+    assert found.value.status_code == 408 and found.value.error.code == "timeout"
+
+
+def test_what_is_left_for_an_answer_is_less_by_what_its_request_took():
+    async def main():
+        async def for_ever():
+            await asyncio.Event().wait()
+
+        current.set(Record("1", "POST", "/", begun=time.monotonic() - 3600))
+        await while_there(for_ever, for_ever(), 3600)
+
+    with pytest.raises(ApiError, match="more than the 3600 s it may"):
+        asyncio.run(asyncio.wait_for(main(), 30))

@@ -1,0 +1,83 @@
+"""Lines of the log: one each, of JSON, and nothing that a request says unless it is asked for."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import io
+import json
+import logging
+
+import pytest
+from pydantic import BaseModel, ValidationError
+
+from fw.server.logs import Log, Record, ToLog
+
+SECRET = "a secret"
+
+
+class _Body(BaseModel):
+    prompt: int
+
+
+def _fails(text):
+    """As code does that nobody has expected to: what it was given is in what it says, and in what that came from."""
+    try:
+        _Body.model_validate({"prompt": text})
+    except ValidationError as error:
+        assert text in str(error), "pydantic repeats what it was given"
+        try:
+            raise KeyError(text) from error
+        except KeyError:
+            raise ValueError(text)  # noqa: B904 - as where it is forgotten
+
+
+@pytest.mark.parametrize("words", [False, True])
+def test_what_fails_says_where_and_words_only_if_asked_for(words):
+    out = io.StringIO()
+    log = Log(out, words)
+
+    async def unheard():
+        asyncio.ensure_future(_failing(SECRET))  # noqa: RUF006 - asyncio says of a task that nobody asks what it has raised
+        for _ in range(3):
+            await asyncio.sleep(0)
+
+    with ToLog(log):
+        try:
+            _fails(SECRET)
+        except ValueError as error:
+            logging.getLogger("uvicorn.error").error("Exception in ASGI application\n", exc_info=error)
+            log.failure("batch", error, id="x")
+        asyncio.run(unheard())
+        gc.collect()
+    lines = of_uvicorn, of_batch, of_asyncio = [json.loads(line) for line in out.getvalue().splitlines()]
+    for line in (of_uvicorn, of_batch):
+        assert all(kind in line["trace"] for kind in ("ValidationError", "KeyError", "ValueError", "in _fails"))
+    assert of_batch["id"] == "x" and of_batch["message"].startswith("ValueError")
+    assert of_asyncio["logger"] == "asyncio" and "never retrieved" in of_asyncio["message"] and "in _failing" in of_asyncio["trace"]
+    assert [SECRET in line["message"] + line["trace"] for line in lines] == [words] * 3
+
+
+async def _failing(text):
+    raise ValueError(text)
+
+
+def test_whatever_is_in_a_line_it_is_one():
+    out = io.StringIO()
+    strange = 'a\r\nb\u2028c\x00\x1b[2J"\ud800'
+    record = Record(strange, strange, strange, more={"model": strange})
+    Log(out).request(record)
+    assert out.getvalue().isascii() and out.getvalue().count("\n") == 1 and "\x1b" not in out.getvalue()
+    assert json.loads(out.getvalue())["path"] == strange
+
+
+def test_ids_of_requests(server):
+    with server.client() as client:
+        for text in (b"x" * 129, b"x" * 30_000, b"a b", b"a\tb", b"\xff", b"", b"caf\xc3\xa9"):
+            found = client.get("/v1/models", headers={b"X-Request-Id": text})
+            assert found.status_code == 200 and found.headers["x-request-id"].isalnum() and len(found.headers["x-request-id"]) == 32
+        assert client.get("/v1/models", headers={"X-Request-Id": "x" * 128}).headers["x-request-id"] == "x" * 128
+    for text in (b"x" * (1 << 20), b"a\rb", b"a\nb", b"a\x00b", b"a\x1b[2Jb"):
+        with server.raw() as sock:
+            sock.sendall(b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nX-Request-Id: " + text + b"\r\n\r\n")
+            assert sock.makefile("rb").readline().split()[1] == b"400", text[:10]
