@@ -108,6 +108,14 @@ def test_every_byte(small_model, case, options, watched):
     assert planned.largest.phases["load"].allocated_peak == load
 
 
+@pytest.mark.parametrize(
+    "case, dtype, cache", [("llama", "fp32", "paged"), ("qwen3_moe", "fp32", "paged"), ("llama", "fp16", "contiguous")]
+)
+def test_every_byte_in_tiles(small_model, case, dtype, cache, watched):
+    chosen = recipe("inference.step_tokens=64", f"inference.dtype={dtype}", f"kv_cache={cache}", "inference.batch_invariant=true")
+    assert besides(plan_generation(small_model(case), chosen)) == measured(small_model(case), chosen)[1]
+
+
 @pytest.mark.skipif(not meeting.available(), reason="no compiler")
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("case", ["llama", "llama-mha-tied", "gemma2", "gpt2", "qwen3"])

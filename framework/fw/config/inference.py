@@ -71,6 +71,10 @@ class InferenceSection:
             raise UserError(f"inference.speculate: {self.speculate} is too small; the least is 0, for no guesses")
         if self.draft and not self.speculate:
             raise UserError("inference.draft: a draft guesses inference.speculate tokens, which is 0; set it, to 4 for one")
+        if self.batch_invariant and self.tensor > 1:
+            raise UserError(
+                f"inference.batch_invariant: {self.tensor} ranks add up parts of sums, which it does not cover; set inference.tensor: 1"
+            )
         if 0 < self.step_tokens < self.max_sequences:
             raise UserError(
                 f"inference.max_sequences: {self.max_sequences} sequences want a token each, and inference.step_tokens is"

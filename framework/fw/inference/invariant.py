@@ -79,7 +79,7 @@ class InTiles(Runner):
                     its_T = tokens_T.new_zeros(self.rows)
                     its_T[: self._tokens] = tokens_T[tile.begin : tile.begin + self._tokens]
                 for owner, rows_RV in zip(tile.owners, super()._by_python(tile.pieces, its_T), strict=True):
-                    found[owner].append(rows_RV)
+                    found[owner].append(rows_RV.clone())  # and not all rows of the tile with them
         return [_joined(parts) for parts in found]
 
     def _filled(self, rows: list[int]) -> list[int]:

@@ -77,7 +77,9 @@ def _pieces(of: OverCache, recipe: InferenceRecipe, guesses: int) -> list[Piece]
             of.cache.release(number)
             break
         wanted = range(max(0, length - 1 - guesses), length)
-        scored = range(min(length, max(0, SCORED - number * length)))  # as many as are scored at a time
+        # As many as are scored at a time; in tiles, those of the last one beside what is wanted of all.
+        most = length if options.batch_invariant else max(0, SCORED - number * length)
+        scored = range(min(length, most))
         pieces.append(Piece(Stretch(number, start, length), [0] * length, wanted, scored=scored))
     return pieces
 

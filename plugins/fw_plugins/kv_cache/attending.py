@@ -102,7 +102,7 @@ def attend_in_tiles(
         start: the first query's position; the last one's is the last of the sequence.
         keys, values: give those of positions ``[L]``, as ``[L, K, H]``.
     """
-    out_QNH, end = torch.empty_like(q_QNH), start + len(q_QNH)
+    out_QNH, end, dim = torch.empty_like(q_QNH), start + len(q_QNH), q_QNH.shape[-1]
     for first in range(start, end, QUERIES):
         of_Q = torch.arange(first, first + QUERIES, device=q_QNH.device).clamp(max=end - 1)
         oldest = 0 if window is None else first - window + 1
@@ -113,10 +113,10 @@ def attend_in_tiles(
                 tiles.append((positions_L, _seen(of_Q, positions_L, window, sinks)))
         # What nobody sees is not read: it may never have been written, and 0 times that may be no number.
         read = [torch.where(seen_QL.any(0), positions_L, of_Q[0]) for positions_L, seen_QL in tiles]
-        x_QNH = q_QNH[of_Q - start].float()
+        x_QNH = _aligned(q_QNH[of_Q - start])
         scores: list[Tensor] = []
         for at_L, (_, seen_QL) in zip(read, tiles, strict=True):
-            k_KHL = keys(at_L).float().permute(1, 2, 0).contiguous()
+            k_KHL = _aligned(keys(at_L)).permute(1, 2, 0).contiguous()
             q_KGQH = x_QNH.unflatten(1, (len(k_KHL), -1)).permute(1, 2, 0, 3).contiguous()
             scores_KGQL = (q_KGQH.flatten(1, 2) @ k_KHL).view(*q_KGQH.shape[:3], KEYS) * scale
             if softcap is not None:
@@ -127,12 +127,17 @@ def attend_in_tiles(
         for at_L, scores_KGQL in zip(read, scores, strict=True):
             weights_KGQL = scores_KGQL.sub_(most_KGQ1).exp_()
             total_KGQ1 += weights_KGQL.sum(-1, keepdim=True)
-            added_KSH = weights_KGQL.flatten(1, 2) @ values(at_L).float().transpose(0, 1).contiguous()
+            added_KSH = weights_KGQL.flatten(1, 2) @ _aligned(values(at_L)).transpose(0, 1).contiguous()
             sum_KSH = added_KSH if sum_KSH is None else sum_KSH.add_(added_KSH)
         assert sum_KSH is not None
         found_QNH = (sum_KSH.view(*most_KGQ1.shape[:3], -1) / total_KGQ1).permute(2, 0, 1, 3).flatten(1, 2)
-        out_QNH[first - start : first - start + QUERIES] = found_QNH[: end - first]
+        out_QNH[first - start : first - start + QUERIES] = found_QNH[: end - first, :, :dim]
     return out_QNH
+
+
+def _aligned(x_LKH: Tensor) -> Tensor:
+    """In fp32, with zeros behind it up to a multiple of 64 bytes: libraries treat rows otherwise that begin elsewhere."""
+    return F.pad(x_LKH.float(), (0, -x_LKH.shape[-1] % 16))
 
 
 def attend_to_all(q_BNH: Tensor, k_BLKH: Tensor, v_BLKH: Tensor, seen_BL: Tensor, *, scale: float, softcap: float | None = None) -> Tensor:
