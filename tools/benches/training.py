@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import csv
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -97,7 +96,6 @@ def measure(case: Case, way: str, place: Path, peers: list[str], memory: bool) -
         memory: measure what is allocated, and nothing else.
     """
     if way.startswith("fw"):
-        os.environ["FW_TRAINING_KERNELS"] = "on"
         overrides = ["train.compile=true"] if way.endswith("compiled") else []
         return fw_allocated(place, overrides) if memory else fw_trained(place, overrides)
     spec = case.spec(way, place, memory)

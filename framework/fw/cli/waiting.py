@@ -6,11 +6,11 @@ import os
 
 
 def wait_asleep() -> None:
-    """Let them sleep between pieces where kernels of fw's own train (``FW_TRAINING_KERNELS=on``), unless the environment says how.
+    """Let them sleep between pieces where kernels of fw's own train, unless the environment says how.
     To be called before torch is imported, which reads it then.
 
     By default they look out for work for milliseconds, on processors that kernels of fw's own, and other processes, could use meanwhile:
     a step of training takes 7 % longer so on two cores (docs/performance.md).
     """
-    if os.environ.get("FW_TRAINING_KERNELS") == "on":
+    if os.environ.get("FW_TRAINING_KERNELS") != "off":
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")

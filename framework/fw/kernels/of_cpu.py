@@ -16,12 +16,12 @@ _PLAIN = (Tensor, nn.Parameter, FakeTensor)
 
 
 def wanted() -> bool:
-    """Whether training is to use these kernels: ``FW_TRAINING_KERNELS=on``, in the environment of a plan as in that of a run."""
-    return os.environ.get("FW_TRAINING_KERNELS") == "on"
+    """Whether training is to use these kernels: unless ``FW_TRAINING_KERNELS=off``, in the environment of a plan as in that of a run."""
+    return os.environ.get("FW_TRAINING_KERNELS") != "off"
 
 
 def missing() -> str | None:
-    """Why these kernels do not train here although they were asked for, as a sentence."""
+    """Why these kernels do not train here although nobody turned them off, as a sentence."""
     if not wanted() or os.environ.get("FW_KERNELS") == "off":
         return None
     try:

@@ -30,7 +30,7 @@ class _Unwritten:
 class SDPAttention(AttentionPlugin):
     """torch's fused attention: no scores in memory; windows and documents take a mask of length² bytes; capped scores are eager.
 
-    On a CPU with FW_TRAINING_KERNELS=on fw's own kernel, without dropout: neither scores nor masks, three to five times as fast.
+    On a CPU fw's own kernel, without dropout: neither scores nor masks, three to five times as fast.
     """
 
     api = 1
