@@ -75,9 +75,12 @@ def same_gradients(theirs: Any, ours: CausalLM, expected: torch.Tensor, found: t
     """Of all that trains, by the names that files have."""
     for logits in (expected, found):
         logits.square().sum().backward()
-    gradients = {name.replace(".default", ""): p.grad for name, p in theirs.named_parameters() if p.requires_grad}
-    gradients = {name.replace("magnitude_vector.weight", "magnitude_vector"): grad for name, grad in gradients.items()}
-    assert ours.adapters is not None and gradients.keys() == {of.name for of in ours.adapters.tensors.values()}
-    for name, of in ours.adapters.tensors.items():
+    expects = [(name, p) for name, p in theirs.named_parameters(remove_duplicate=False) if p.requires_grad]
+    expects = [(name.replace(".default", "").replace("magnitude_vector.weight", "magnitude_vector"), p) for name, p in expects]
+    gradients = {name: p.grad for name, p in expects}
+    assert ours.adapters is not None
+    trained = {name: of for name, of in ours.adapters.tensors.items() if ours.get_parameter(name).requires_grad}
+    assert {id(p) for name, p in expects if name in {of.name for of in trained.values()}} == {id(p) for _, p in expects}
+    for name, of in trained.items():
         grad, wanted = ours.get_parameter(name).grad, gradients[of.name]
         assert grad is not None and (grad - wanted).abs().max() <= 5e-5 * wanted.abs().max().clamp(min=1), name

@@ -39,6 +39,11 @@ METHODS: dict[str, dict[str, Any]] = {
     "DEFT": {"r": 4, "para": True},
     "PEANUT": {"r": 4, "depth": 1},
     "BEFT": {},
+    "VERA": {"r": 4},
+    "PVERA": {"r": 4},
+    "RANDLORA": {"r": 4},
+    "VBLORA": {"r": 4, "num_vectors": 12, "vector_length": 8},
+    "UNILORA": {"r": 4, "theta_d_length": 64},
     "LORA": {"r": 4, "init_lora_weights": "orthogonal"},
 }
 
@@ -218,7 +223,9 @@ def test_lengths_of_rows_are_refused_over_codes(
 GPT2 = transformers.GPT2Config(vocab_size=40, n_embd=32, n_layer=2, n_head=4, n_positions=32, embd_pdrop=0, attn_pdrop=0, resid_pdrop=0)
 
 
-@pytest.mark.parametrize("method", ["LORA", "HIRA", "FOURIERFT", "DEFT", "GRALORA", "WAVEFT"])
+@pytest.mark.parametrize(
+    "method", ["LORA", "HIRA", "FOURIERFT", "DEFT", "GRALORA", "WAVEFT", "VERA", "PVERA", "RANDLORA", "VBLORA", "UNILORA"]
+)
 def test_weights_that_files_hold_transposed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
     base = base_in(tmp_path, GPT2)
     assert run(tmp_path, monkeypatch, section(method, target_modules=["c_attn", "mlp.c_proj"])) == 0
@@ -244,7 +251,12 @@ def test_methods_that_know_none_transposed_are_refused(
         ("LOHAA", {}, "'LOHAA' is no method of peft that changes layers"),
         ("PREFIX_TUNING", {}, "no method of peft that changes layers"),
         ("LOHA", {"rang": 3}, "rang"),
-        ("VERA", {"r": 4}, "VERA is not taken: its layers share tensors"),
+        ("LILY", {"r": 4}, "LILY is not taken: what it computes of a token depends on all tokens of the batch, later ones among them"),
+        ("TINYLORA", {"r": 4}, "TINYLORA is not taken: it begins from a decomposition of the weights that it changes"),
+        ("VBLORA", {"vector_length": 7}, "must be divisible by `vector_length` 7"),
+        ("VBLORA", {"save_only_topk_weights": True}, "save_only_topk_weights of VBLORA has no place here: such files can train no further"),
+        ("PVERA", {"sample_at_inference": True}, "sample_at_inference of PVERA has no place here: one prompt would have many answers"),
+        ("PVERA", {"generator_seed": 3}, "generator_seed of PVERA has no place here: a run that goes on would draw the same again"),
         ("BOFT", {"boft_block_size": 4}, "BOFT is not taken: its layers are other ones where peft has compiled a kernel"),
         ("OFT", {"oft_block_size": 8, "coft": True}, "coft of OFT has no place here: it writes to its parameters in forward"),
         ("OFT", {"oft_block_size": 7}, "oft_block_size: 7 does not divide the 32 inputs of model.layers.0.self_attn.q_proj"),

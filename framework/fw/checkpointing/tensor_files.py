@@ -207,6 +207,7 @@ def adapter_for(files: TensorFiles, model: CausalLM) -> Fill:
     adapters = replace(model.adapters, tensors={**model.adapters.tensors, **beside}, repeated={})
     expected = adapter_parts(adapters, model.stored())
     inside = {f"base_model.model.{name}": f"base_model.model.{source}" for name, source in model.hf_repeated().items()}
+    inside |= model.adapters.repeated
     repeated = {name: source for name, source in inside.items() if name in names and source in names and source in expected}
     if problems := _differences(files, names, expected, set(names) - set(expected) - set(repeated), "adapters"):
         raise UserError(f"the adapters in {files.directory} do not fit the model's: {'; '.join(problems)}")

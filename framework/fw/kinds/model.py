@@ -126,7 +126,8 @@ class Adapters:
 
     Attributes:
         added: parameters that the model did not have before, by its own names, and how they begin.
-        tensors: each trained parameter, added or not, as a tensor of an adapter's file. An adapter's checkpoint holds these alone.
+        tensors: each trained parameter, added or not, as a tensor of an adapter's file, and what was added that does not train but that such a
+            file holds. An adapter's checkpoint holds these alone.
         config: ``adapter_config.json``, but for the base's name.
         split: what tensor parallelism cuts of what was added, as :attr:`TensorPlan.split`.
         whole_layers_because: why tensor parallelism cannot divide the layers, as a clause; empty where it can.

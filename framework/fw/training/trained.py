@@ -23,7 +23,7 @@ def gradients_reach(adapters: Adapters, stepper: Stepper) -> Iterator[None]:
     Raises:
         RunError: some had none, by name.
     """
-    without = {name: parameter for name, parameter in stepper.parameters() if name in adapters.tensors}
+    without = {name: parameter for name, parameter in stepper.parameters() if name in adapters.tensors and parameter.requires_grad}
     hooks = []
     for name, parameter in list(without.items()):
 

@@ -16,21 +16,22 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from fw.api import Adapters, CausalLM, HFTensor, Init, PeftPlugin, UserError
-from fw_plugins.peft.changed import OF_TRAINING, PREFIX, begun_from, patterns
-from fw_plugins.peft.hf_peft_layers import INSIDE, OfPeft, put_inside
+from fw_plugins.peft.changed import OF_TRAINING, begun_from, patterns
+from fw_plugins.peft.hf_peft_layers import INSIDE, Made, OfPeft, Plain, put_inside
 from fw_plugins.peft.targets import ALL_LINEAR, by_pattern, chosen, names_in_files, shortest
 
-_SHARED = "its layers share tensors"
+SHARING = ("VERA", "PVERA", "RANDLORA", "VBLORA", "UNILORA")
+"""Methods whose layers share tensors, so that all are made together."""
 _FROM_WEIGHTS = "it begins from a decomposition of the weights that it changes"
 REFUSED: Mapping[str, str] = {
-    **dict.fromkeys(("VERA", "PVERA", "RANDLORA", "VBLORA", "UNILORA", "TINYLORA", "FROD", "LILY"), _SHARED),
-    **dict.fromkeys(("OSF", "PSOFT", "ADAMSS", "SUPERTUNING"), _FROM_WEIGHTS),
+    **dict.fromkeys(("OSF", "PSOFT", "ADAMSS", "SUPERTUNING", "TINYLORA", "FROD"), _FROM_WEIGHTS),
     "ADALORA": "its ranks change by calls between steps",
     "ADAPTION_PROMPT": "it changes attention, and no linear layers",
     "BOFT": "its layers are other ones where peft has compiled a kernel of its own",
     "DELORA": "it keeps norms of the weights that it changes",
     "GLORA": "its files hold what does not train",
     "IA3": "use peft=ia3, which computes the same",
+    "LILY": "what it computes of a token depends on all tokens of the batch, later ones among them",
     "LN_TUNING": "it trains copies of norms, and changes no linear layers",
     "POLY": "it needs the number of a task with every row",
     "SHADOW": "it trains a network beside the model",
@@ -42,7 +43,7 @@ REFUSED: Mapping[str, str] = {
 
 _WHERE = {"target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "fan_in_fan_out"}
 """Options that say which layers, and how files hold their weights."""
-_TRANSPOSED = ("LORA", "GRALORA", "HIRA", "DEFT", "FOURIERFT", "WAVEFT")
+_TRANSPOSED = ("LORA", "GRALORA", "HIRA", "DEFT", "FOURIERFT", "WAVEFT", *SHARING)
 """Methods that change weights which files hold transposed: GPT-2's."""
 _LORA = {
     *("r", "lora_alpha", "lora_dropout", "use_rslora", "init_lora_weights", "rank_pattern", "alpha_pattern", "use_dora", "lora_bias"),
@@ -54,8 +55,15 @@ _LORA_BEGINNINGS = (True, False, "gaussian", "orthogonal")
 _NOT_ALONE: Mapping[str, Mapping[str, str]] = {
     "OFT": {"coft": "it writes to its parameters in forward"},
     "WAVEFT": {"proportional_parameters": "it looks at all layers at once; use n_frequency_pattern"},
+    "VBLORA": {"save_only_topk_weights": "such files can train no further"},
+    "PVERA": {
+        "sample_at_inference": "one prompt would have many answers",
+        "generator_seed": "a run that goes on would draw the same again",
+    },
 }
 """Options that need more than their layer, by method, and why."""
+_OF_TRAINING_ALONE = {"generator_seed"}
+"""Of these what does not matter to an adapter that is read."""
 
 
 @dataclass
@@ -94,6 +102,11 @@ class HFPeft(PeftPlugin):
         "DEFT",
         "PEANUT",
         "BEFT",
+        "VERA",
+        "PVERA",
+        "RANDLORA",
+        "VBLORA",
+        "UNILORA",
     )
     as_peft = False
     """Whether it is as an adapter's file says, which then has all values."""
@@ -118,25 +131,36 @@ class HFPeft(PeftPlugin):
                 f"peft.config: use_dora begins with the norms of a weight's rows, of which {coded[0]} keeps codes; leave it out"
             )
         model.requires_grad_(False)
+        plain = [_plain(files[name].name, model.get_submodule(name)) for name in names]
+        if begins:
+            _divides(options, plain)
         added: dict[str, Init] = {}
         tensors: dict[str, HFTensor] = {}
         fixed: dict[str, Callable[[], Tensor]] = {}
         norms: dict[str, str] = {}
-        for name in names:
-            layer = model.get_submodule(name)
-            assert isinstance(layer, nn.Linear)
-            of = OfPeft(options, files[name].name, layer.in_features, layer.out_features, layer.bias is not None)
-            if begins:
-                _divides(of)
-            made, in_files = of.layer("meta")
-            for inner, in_file in in_files.items():
-                added[f"{name}.{INSIDE}.{inner}"] = Init(values=partial(of.drawn, inner))
-                tensors[f"{name}.{INSIDE}.{inner}"] = HFTensor(f"{PREFIX}{in_file}")
+        repeated: dict[str, str] = {}
+
+        def found(of: OfPeft, prefix: str, in_files: Mapping[str, str], buffers: Mapping[str, str], made: Made) -> None:
+            for inner, name in in_files.items():
+                added[f"{prefix}{INSIDE}.{inner}"] = Init(values=partial(of.drawn, name))
+                tensors[f"{prefix}{INSIDE}.{inner}"] = HFTensor(made.in_files[name])
                 if dora and inner.startswith("lora_magnitude_vector."):
-                    norms[f"{name}.{INSIDE}.{inner}"] = f"{name}.weight"
-            kept = model.quantized.get(f"{name}.weight")
-            put_inside(layer, made, None if kept is None else kept.dtype)
-            fixed |= {f"{name}.{INSIDE}.{inner}": partial(of.fixed, inner) for inner, _ in made.named_buffers()}
+                    norms[f"{prefix}{INSIDE}.{inner}"] = f"{prefix}weight"
+            fixed.update({f"{prefix}{INSIDE}.{inner}": partial(of.fixed, name) for inner, name in buffers.items()})
+
+        together = self.config.type in SHARING
+        for group in [range(len(names))] if together else [[each] for each in range(len(names))]:
+            of = OfPeft(options, [plain[each] for each in group])
+            made = of.made("cpu" if together else "meta")
+            repeated |= made.repeated
+            if made.shared:
+                model.add_module(INSIDE, _holding(made.shared))
+                found(of, "", made.of_all(made.in_files), made.of_all(made.fixed), made)
+            for each in group:
+                name, called = names[each], plain[each].name
+                kept = model.quantized.get(f"{name}.weight")
+                put_inside(model.get_submodule(name), made.layers[called], None if kept is None else kept.dtype)
+                found(of, f"{name}.", made.own(called, made.in_files), made.own(called, made.fixed), made)
         config = {k: sorted(v) if isinstance(v, set) else v for k, v in options.to_dict().items() if k not in OF_TRAINING}
         config |= {"task_type": "CAUSAL_LM", "inference_mode": True}
         # By name, as a file's reader finds them whatever the patterns were.
@@ -145,7 +169,7 @@ class HFPeft(PeftPlugin):
         if "fan_in_fan_out" in config:
             config["fan_in_fan_out"] = any(files[name].transposed for name in names)
         begun = begun_from(self.config.adapter, config, _shows(options, config))
-        return Adapters(added, tensors, config, {}, begun, "the peft library computes whole layers", norms, fixed=fixed)
+        return Adapters(added, tensors, config, {}, begun, "the peft library computes whole layers", norms, fixed=fixed, repeated=repeated)
 
     def _names(self, model: CausalLM, files: Mapping[str, HFTensor], options: Any) -> list[str]:
         """Of the layers that are changed, in the model.
@@ -207,7 +231,7 @@ class HFPeft(PeftPlugin):
         if getattr(options, "bias", "none") != "none":
             raise UserError("peft.config: bias has no place here, where biases of the base stay frozen; use peft=lora with peft.bias")
         for key, because in _NOT_ALONE.get(method, {}).items():
-            if getattr(options, key):
+            if getattr(options, key) not in (None, False) and not (self.as_peft and key in _OF_TRAINING_ALONE):
                 raise UserError(f"peft.config: {key} of {method} has no place here: {because}")
         if method != "LORA":
             return
@@ -251,16 +275,31 @@ def _of_blocks(names: Sequence[str], files: Mapping[str, HFTensor], options: Any
     return [name for name in names if name in found]
 
 
-def _divides(of: OfPeft) -> None:
+def _plain(name: str, layer: nn.Module) -> Plain:
+    assert isinstance(layer, nn.Linear)
+    return Plain(name, layer.in_features, layer.out_features, layer.bias is not None)
+
+
+def _holding(shared: Mapping[str, nn.Module]) -> nn.Module:
+    """A module of these, on the meta device."""
+    holder = nn.Module()
+    for name, module in shared.items():
+        holder.add_module(name, module)
+    return holder.to("meta")
+
+
+def _divides(options: Any, layers: Sequence[Plain]) -> None:
     """Refuse sizes in whose place peft would take others.
 
     Raises:
         UserError: such a size; what would do.
     """
-    for key in ("oft_block_size", "r") if of.options.peft_type.value == "OFT" else ():
-        size = getattr(of.options, key)
-        if size and of.inputs % size:
-            raise UserError(f"peft.config: {key}: {size} does not divide the {of.inputs} inputs of {of.name}; name others, or another size")
+    for key in ("oft_block_size", "r") if options.peft_type.value == "OFT" else ():
+        for of in layers:
+            if (size := getattr(options, key)) and of.inputs % size:
+                raise UserError(
+                    f"peft.config: {key}: {size} does not divide the {of.inputs} inputs of {of.name}; name others, or another size"
+                )
 
 
 def _shows(options: Any, config: Mapping[str, Any]) -> dict[str, Any]:

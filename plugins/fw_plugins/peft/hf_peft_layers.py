@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,86 +20,163 @@ ADAPTER = "default"
 """What peft calls the one adapter there is."""
 
 
+SHARED = "base_model."
+"""Before names of what all layers share."""
+_LAYERS = f"{SHARED}model."
+"""Before names of what is a layer's own."""
+
+
 @dataclass(frozen=True)
-class OfPeft:
-    """A layer to make as peft makes it for a linear one.
+class Plain:
+    """A linear layer that peft is to change.
 
     Attributes:
-        options: peft's configuration.
-        name: in files, by which the configuration's patterns know it.
-        inputs, outputs: features of the linear layer.
+        name: in files, by which a configuration's patterns know it.
+        inputs, outputs: its features.
         bias: whether it has one.
     """
 
-    options: Any
     name: str
     inputs: int
     outputs: int
     bias: bool
 
-    def layer(self, device: str) -> tuple[nn.Module, dict[str, str]]:
-        """The layer, and what files call each of its parameters: names there by those in the layer.
 
-        The weight that it stands around is no number, so that whatever is made from it shows.
+@dataclass(frozen=True)
+class Made:
+    """What peft makes of linear layers, which are there no more.
+
+    Attributes:
+        layers: peft's, by the names that the linear ones have in files; what all share is in none of them.
+        shared: modules that all layers use, by name.
+        in_files: what files call each parameter, by name: of a layer's after the layer's own and a dot (:meth:`own`), of one that is shared
+            :data:`SHARED` and its path.
+        repeated: what files hold besides, by what they call it, and what they call that which it repeats.
+        fixed: names of buffers, which no file holds, likewise.
+    """
+
+    layers: Mapping[str, nn.Module]
+    shared: Mapping[str, nn.Module]
+    in_files: Mapping[str, str]
+    repeated: Mapping[str, str]
+    fixed: Sequence[str]
+
+    def own(self, layer: str, names: Iterable[str]) -> dict[str, str]:
+        """Of these names those of a layer's, by its path in the layer."""
+        prefix = f"{_LAYERS}{layer}."
+        return {name.removeprefix(prefix): name for name in names if name.startswith(prefix)}
+
+    def of_all(self, names: Iterable[str]) -> dict[str, str]:
+        """Of these names those of what is shared, by path."""
+        return {name.removeprefix(SHARED): name for name in names if not name.startswith(_LAYERS)}
+
+    def tensor(self, name: str) -> Tensor:
+        """Of that name."""
+        if not name.startswith(_LAYERS):
+            first, _, rest = name.removeprefix(SHARED).partition(".")
+            return _tensor(self.shared[first], rest)
+        layer = next(layer for layer in self.layers if name.startswith(f"{_LAYERS}{layer}."))
+        return _tensor(self.layers[layer], name.removeprefix(f"{_LAYERS}{layer}."))
+
+
+@dataclass(frozen=True)
+class OfPeft:
+    """Layers to make as peft makes them for linear ones: one, or all of a model where they share tensors.
+
+    Attributes:
+        options: peft's configuration.
+        layers: that it changes.
+    """
+
+    options: Any
+    layers: Sequence[Plain]
+    _drawn: dict[tuple[int, str], Tensor] = field(default_factory=dict, compare=False)
+
+    def made(self, device: str) -> Made:
+        """The layers. Weights that they stand around are no numbers, so that whatever is made from one shows.
 
         Raises:
-            UserError: peft refuses, or files would hold more than what trains.
+            UserError: peft refuses, or files would not hold all that trains.
         """
-        import peft
+        from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
         from peft.utils.save_and_load import get_peft_model_state_dict
 
         options = copy.deepcopy(self.options)
-        options.target_modules, options.exclude_modules = {self.name}, None
-        for field, value in (("layers_to_transform", None), ("layers_pattern", None), ("fan_in_fan_out", False)):
-            if hasattr(options, field):
-                setattr(options, field, value)
-        method = f"peft.type: {options.peft_type.value}"
+        options.target_modules, options.exclude_modules = {layer.name for layer in self.layers}, None
+        for key, value in (("layers_to_transform", None), ("layers_pattern", None), ("fan_in_fan_out", False)):
+            if hasattr(options, key):
+                setattr(options, key, value)
+        method, whole = f"peft.type: {options.peft_type.value}", nn.Module()
         with torch.device(device):
-            net = _net_of(self.name, _linear(self.inputs, self.outputs, self.bias))
+            net = _net_of(self.layers)
             try:
-                peft.inject_adapter_in_model(options, net, ADAPTER)
+                whole.base_model = PEFT_TYPE_TO_TUNER_MAPPING[options.peft_type](net, options, ADAPTER)
             except (ValueError, TypeError, NotImplementedError, AttributeError) as error:
-                raise UserError(f"{method}: {self.name}: {error}") from None
-            made = net.get_submodule(self.name)
+                of = f"{self.layers[0].name}: " if len(self.layers) == 1 else ""
+                raise UserError(f"{method}: {of}{error}") from None
+        whole.peft_config = {ADAPTER: options}
+        layers = {layer.name: net.get_submodule(layer.name) for layer in self.layers}
+        shared = {name: module for name, module in whole.base_model.named_children() if name != "model"}
+        for made in layers.values():
             _fixed_as_buffers(made)
-        prefix = f"{self.name}."
-        state = {name: tensor for name, tensor in net.state_dict(keep_vars=True).items() if ".base_layer." not in name}
-        inner = {id(tensor): name.removeprefix(prefix) for name, tensor in state.items()}
-        found = {}
-        for name, tensor in get_peft_model_state_dict(net, state, ADAPTER, save_embedding_layers=False).items():
-            if not isinstance(tensor, nn.Parameter) or not tensor.requires_grad or id(tensor) not in inner:
-                raise UserError(f"{method} keeps what does not train in its files ({name}), which has no place here")
-            found[inner[id(tensor)]] = name
-        if beside := {name for name, p in made.named_parameters() if not name.startswith("base_layer.")} - found.keys():
+        state = {name: tensor for name, tensor in whole.state_dict(keep_vars=True).items() if ".base_layer." not in name}
+        found = get_peft_model_state_dict(whole, state, ADAPTER, save_embedding_layers=False)
+        for made in layers.values():
+            for name in [name for name, module in made._modules.items() if any(module is each for each in shared.values())]:
+                made.__dict__[name] = made._modules.pop(name)  # no submodule: what is shared has its names once
+        names = {id(tensor): name for name, tensor in (*whole.named_parameters(), *whole.named_buffers())}
+        in_files: dict[str, str] = {}
+        repeated: dict[str, str] = {}
+        for called in sorted(found, key=lambda called: called.startswith(_LAYERS)):
+            if (name := names.get(id(found[called]))) is None:
+                raise UserError(f"{method} keeps in its files what it computes when they are written ({called}), which has no place here")
+            if in_files.setdefault(name, called) != called:
+                repeated[called] = in_files[name]
+        trained = {name for name, p in whole.named_parameters() if ".base_layer." not in name}
+        if beside := trained - in_files.keys():
             raise UserError(f"{method} adds {sorted(beside)[0]}, which its files do not hold, and has no place here")
-        return made, found
+        _kept_as_parameters(whole, in_files.keys() - trained)
+        fixed = [name for name, _ in whole.named_buffers() if ".base_layer." not in name]
+        return Made(layers, shared, in_files, repeated, fixed)
 
     def drawn(self, inner: str, seed: int, name: str) -> Tensor:
         """How peft begins a parameter.
 
         Args:
-            inner: its name in peft's layer.
+            inner: its name in :class:`Made`.
             seed: of the run.
             name: in the model.
 
         Raises:
-            UserError: by a computation from the weight that it changes.
+            UserError: by a computation from the weights that it changes.
         """
-        digest = hashlib.sha256(f"{seed}/{name.rpartition(INSIDE)[0]}".encode()).digest()
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(int.from_bytes(digest[:8], "little") >> 1)  # the host's alone
-            values = self.layer("cpu")[0].get_parameter(inner).detach()
-        if values.isnan().any():
-            method = self.options.peft_type.value
+        values = self._value(inner, seed, name.rpartition(INSIDE)[0])
+        if values.is_floating_point() and values.isnan().any():
+            method, what = self.options.peft_type.value, inner.removeprefix(_LAYERS).removesuffix(f".{ADAPTER}").rpartition(".")[2]
             raise UserError(
-                f"peft.config: {method} with these options begins {inner.partition('.')[0]} from the weights that it changes, which it"
+                f"peft.config: {method} with these options begins {what} from the weights that it changes, which it"
                 " does not see here; choose another way to begin, or begin from an adapter that peft has made (peft.adapter)"
             )
         return values
 
     def fixed(self, inner: str) -> Tensor:
-        """What peft's layer keeps of that name without training it."""
-        return self.layer("cpu")[0].get_buffer(inner)
+        """What peft's layers keep of that name without training it."""
+        return self._value(inner, 0, "")
+
+    def _value(self, inner: str, seed: int, of: str) -> Tensor:
+        """Layers that share are drawn at once, and each value is given away once."""
+        together = len(self.layers) > 1
+        if (value := self._drawn.pop((seed, inner), None)) is not None:
+            return value
+        digest = hashlib.sha256(f"{seed}/{'' if together else of}".encode()).digest()
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(int.from_bytes(digest[:8], "little") >> 1)  # the host's alone
+            made = self.made("cpu")
+        if not together:
+            return made.tensor(inner).detach()
+        self._drawn.clear()
+        self._drawn.update({(seed, each): made.tensor(each).detach() for each in (*made.in_files, *made.fixed)})
+        return self._drawn.pop((seed, inner))
 
 
 class PeftLinear(nn.Linear):
@@ -155,16 +233,57 @@ def _linear(inputs: int, outputs: int, bias: bool) -> nn.Linear:
     return layer
 
 
-def _net_of(name: str, layer: nn.Module) -> nn.Module:
-    """Modules inside of modules, down to the layer."""
-    *outer, last = name.split(".")
-    net = inside = nn.Module()
-    for part in outer:
-        module = nn.Module()
-        inside.add_module(part, module)
-        inside = module
-    inside.add_module(last, layer)
+def _net_of(layers: Iterable[Plain]) -> nn.Module:
+    """Modules inside of modules, down to the layers."""
+    net = nn.Module()
+    for layer in layers:
+        *outer, last = layer.name.split(".")
+        inside = net
+        for part in outer:
+            if part not in inside._modules:
+                inside.add_module(part, nn.Module())
+            inside = inside.get_submodule(part)
+        inside.add_module(last, _linear(layer.inputs, layer.outputs, layer.bias))
     return net
+
+
+def _tensor(module: nn.Module, path: str) -> Tensor:
+    *inside, name = path.split(".")
+    found: Tensor = getattr(module.get_submodule(".".join(inside)), name)
+    return found
+
+
+class _Kept(nn.Module):
+    """A dictionary of parameters, as peft reads one of buffers."""
+
+    def __getitem__(self, key: str) -> Tensor:
+        found = self._parameters[key]
+        assert found is not None
+        return found
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._parameters
+
+    def __len__(self) -> int:
+        return len(self._parameters)
+
+    def keys(self) -> Iterable[str]:
+        """Of adapters: one."""
+        return self._parameters.keys()
+
+
+def _kept_as_parameters(whole: nn.Module, names: Iterable[str]) -> None:
+    """Buffers that files hold become parameters that do not train, which are kept and read as what trains is."""
+    from peft.tuners._buffer_dict import BufferDict
+
+    for name in names:
+        path, _, last = name.rpartition(".")
+        holder = whole.get_submodule(path)
+        value = holder._buffers.pop(last)
+        assert value is not None
+        holder.register_parameter(last, nn.Parameter(value, requires_grad=False))
+        if isinstance(holder, BufferDict):
+            holder.__class__ = _Kept
 
 
 def _fixed_as_buffers(made: nn.Module) -> None:
