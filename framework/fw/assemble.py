@@ -356,12 +356,12 @@ def _begun(model: CausalLM, adapters: Adapters, seed: int) -> Give:
     draw = _drawn(adapters.added.__getitem__, seed)
 
     def give(tensors: Mapping[str, Tensor]) -> None:
-        draw({name: tensor for name, tensor in tensors.items() if name not in adapters.row_norms})
+        draw({name: tensor for name, tensor in tensors.items() if name not in adapters.norms})
         base = model.stored()
         with torch.no_grad():
-            for name, weight in adapters.row_norms.items():
+            for name, norms in adapters.norms.items():
                 if name in tensors:
-                    tensors[name].detach().copy_(torch.linalg.vector_norm(base[weight].detach().float(), dim=1))
+                    tensors[name].detach().copy_(norms(base[norms.weight]))
 
     return give
 

@@ -44,6 +44,9 @@ METHODS: dict[str, dict[str, Any]] = {
     "RANDLORA": {"r": 4},
     "VBLORA": {"r": 4, "num_vectors": 12, "vector_length": 8},
     "UNILORA": {"r": 4, "theta_d_length": 64},
+    "DELORA": {"r": 4},
+    "GLORA": {"r": 4},
+    "SHIRA": {"r": 4},
     "LORA": {"r": 4, "init_lora_weights": "orthogonal"},
 }
 
@@ -77,6 +80,34 @@ def test_peft_loads_what_was_trained(tmp_path: Path, monkeypatch: pytest.MonkeyP
         found = fw.load_model(checkpoint(tmp_path))(IDS)
     assert (found - theirs).abs().max() < 1e-5
     assert (found - untrained).abs().max() > 1e-4
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "shared", "written"),
+    [
+        ("VERA", {}, ["vera_A", "vera_B"], True),
+        ("VERA", {"save_projection": False}, ["vera_A", "vera_B"], False),
+        ("RANDLORA", {"save_projection": False, "sparse": True}, ["randlora_A", "randlora_B"], False),
+        ("VBLORA", {}, ["vblora_vector_bank"], True),
+        ("UNILORA", {"save_indices": True}, ["unilora_theta_d"], True),
+    ],
+)
+def test_what_layers_share_is_there_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, options: dict[str, Any], shared: list[str], written: bool
+) -> None:
+    """In memory and in files, which say by an option whether they hold what does not train; one without it makes it anew."""
+    base = base_in(tmp_path, BASES["llama"])
+    assert run(tmp_path, monkeypatch, section(method, **options)) == 0
+    in_file = list(load_file(checkpoint(tmp_path) / "adapter_model.safetensors"))
+    assert [name for name in in_file if not name.startswith("base_model.model.")] == [f"base_model.{name}" for name in shared if written]
+    assert any(name.endswith("unilora_indices_A") for name in in_file) == (method == "UNILORA")
+    ours = fw.load_model(checkpoint(tmp_path))
+    assert [name for name, _ in (*ours.named_parameters(), *ours.named_buffers()) if name.startswith("peft.")] == [
+        f"peft.{name}.default" for name in shared
+    ]
+    with torch.no_grad():
+        theirs = peft.PeftModel.from_pretrained(base, checkpoint(tmp_path)).eval()
+        assert (ours(IDS) - theirs(IDS).logits).abs().max() < 1e-5
 
 
 def test_values_at_the_beginning_are_those_of_the_seed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,7 +248,7 @@ def test_lengths_of_rows_are_refused_over_codes(
 ) -> None:
     base_in(tmp_path, BASES["llama"])
     assert run(tmp_path, monkeypatch, section("LORA", use_dora=True), "quantization=nf4") == 2
-    assert "use_dora begins with the norms of a weight's rows, of which" in capsys.readouterr().err
+    assert "use_dora begins with norms of weights, of which" in capsys.readouterr().err
 
 
 GPT2 = transformers.GPT2Config(vocab_size=40, n_embd=32, n_layer=2, n_head=4, n_positions=32, embd_pdrop=0, attn_pdrop=0, resid_pdrop=0)
@@ -252,7 +283,7 @@ def test_methods_that_know_none_transposed_are_refused(
         ("PREFIX_TUNING", {}, "no method of peft that changes layers"),
         ("LOHA", {"rang": 3}, "rang"),
         ("LILY", {"r": 4}, "LILY is not taken: what it computes of a token depends on all tokens of the batch, later ones among them"),
-        ("TINYLORA", {"r": 4}, "TINYLORA is not taken: it begins from a decomposition of the weights that it changes"),
+        ("TINYLORA", {"r": 4}, "TINYLORA is not taken: it begins from the weights that it changes"),
         ("VBLORA", {"vector_length": 7}, "must be divisible by `vector_length` 7"),
         ("VBLORA", {"save_only_topk_weights": True}, "save_only_topk_weights of VBLORA has no place here: such files can train no further"),
         ("PVERA", {"sample_at_inference": True}, "sample_at_inference of PVERA has no place here: one prompt would have many answers"),
@@ -285,11 +316,11 @@ def test_what_cannot_be_is_refused(
 
 
 @pytest.mark.parametrize("quantization", ["nf4", "w8a16", "w4a16"])
-@pytest.mark.parametrize("method", ["LOHA", "LOKR", "HRA", "MISS", "OFT", "HIRA", "DEFT", "PEANUT"])
+@pytest.mark.parametrize("method", ["LOHA", "LOKR", "HRA", "MISS", "OFT", "HIRA", "DEFT", "PEANUT", "VERA", "GLORA", "SHIRA"])
 def test_over_codes_it_computes_what_peft_does_over_what_they_stand_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, quantization: str
 ) -> None:
-    """HRA turns weights, HIRA, DEFT and PEANUT compute with them, the first two take the shape of their change from them."""
+    """HRA turns weights, HIRA, DEFT, PEANUT, GLORA and SHIRA compute with them, the first two take the shape of their change from them."""
     base = base_in(tmp_path, BASES["llama"])
     sizes = {} if quantization == "nf4" else {"group_size": 16}
     assert run(tmp_path, monkeypatch, section(method), f"quantization={json.dumps({'name': quantization, **sizes})}") == 0

@@ -77,6 +77,7 @@ if TYPE_CHECKING:
         KVShape as KVShape,
         LinearHead as LinearHead,
         ModelPlugin as ModelPlugin,
+        NormsOf as NormsOf,
         Quantized as Quantized,
         Readout as Readout,
         Rescaling as Rescaling,
@@ -155,7 +156,7 @@ _NAMES = {
     "fw.kinds.launcher": "LauncherPlugin Prepare Submitted",
     "fw.kinds.logger": "COLUMNS LoggerPlugin",
     "fw.kinds.model": (
-        "Adapters CausalLM Give HFTensor Head Init KVShape LinearHead ModelPlugin Quantized Readout Rescaling Width positions"
+        "Adapters CausalLM Give HFTensor Head Init KVShape LinearHead ModelPlugin NormsOf Quantized Readout Rescaling Width positions"
     ),
     "fw.kinds.objective": "Beside ObjectivePlugin",
     "fw.kinds.offload": "OffloadPlugin OffloadPolicy Tier",

@@ -121,17 +121,29 @@ class Quantized:
 
 
 @dataclass(frozen=True)
+class NormsOf:
+    """Of a weight ``[outputs, inputs]`` of the base, by its name: those of its rows, or with ``dim=0`` of its columns."""
+
+    weight: str
+    dim: int = 1
+
+    def __call__(self, weight_OI: Tensor) -> Tensor:
+        """``[outputs]`` or ``[inputs]``, in fp32."""
+        return torch.linalg.vector_norm(weight_OI.detach().float(), dim=self.dim)
+
+
+@dataclass(frozen=True)
 class Adapters:
     """What ``peft`` has made of a model: some parameters train, most of them added, and the others are a frozen base.
 
     Attributes:
         added: parameters that the model did not have before, by its own names, and how they begin.
-        tensors: each trained parameter, added or not, as a tensor of an adapter's file, and what was added that does not train but that such a
-            file holds. An adapter's checkpoint holds these alone.
+        tensors: each trained parameter, added or not, as a tensor of an adapter's file, and of what was added and does not train that which
+            such a file holds. An adapter's checkpoint holds these alone.
         config: ``adapter_config.json``, but for the base's name.
         split: what tensor parallelism cuts of what was added, as :attr:`TensorPlan.split`.
         whole_layers_because: why tensor parallelism cannot divide the layers, as a clause; empty where it can.
-        row_norms: added parameters that begin as the L2 norms of the rows of a weight of the base, and that weight's name.
+        norms: added parameters that begin as L2 norms of a weight of the base.
         undecayed: of what was added, besides vectors, what weight decay must leave alone.
         weights: the adapter's directory that training begins from; None for initial values.
         fixed: buffers that the model did not have before, and what makes their values, on the host: of shapes and options alone.
@@ -144,7 +156,7 @@ class Adapters:
     split: Mapping[str, int] = field(default_factory=dict)
     weights: Path | None = None
     whole_layers_because: str = ""
-    row_norms: Mapping[str, str] = field(default_factory=dict)
+    norms: Mapping[str, NormsOf] = field(default_factory=dict)
     undecayed: frozenset[str] = frozenset()
     fixed: Mapping[str, Callable[[], Tensor]] = field(default_factory=dict)
     repeated: Mapping[str, str] = field(default_factory=dict)

@@ -35,9 +35,8 @@ def with_values(model: CausalLM, seed: int = 0) -> CausalLM:
     for name, parameter in model.named_parameters():
         added = {} if model.adapters is None else model.adapters.added
         initialise(parameter.data, name, added[name] if name in added else model.init(name), seed)
-    for name, weight in {} if model.adapters is None else model.adapters.row_norms.items():
-        norms = model.get_parameter(weight).detach().norm(dim=1)
-        model.get_parameter(name).data.copy_(norms)
+    for name, norms in {} if model.adapters is None else model.adapters.norms.items():
+        model.get_parameter(name).data.copy_(norms(model.get_parameter(norms.weight)))
     return model
 
 

@@ -15,27 +15,26 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from fw.api import Adapters, CausalLM, HFTensor, Init, PeftPlugin, UserError
+from fw.api import Adapters, CausalLM, HFTensor, Init, NormsOf, PeftPlugin, UserError
 from fw_plugins.peft.changed import OF_TRAINING, begun_from, patterns
 from fw_plugins.peft.hf_peft_layers import INSIDE, Made, OfPeft, Plain, put_inside
 from fw_plugins.peft.targets import ALL_LINEAR, by_pattern, chosen, names_in_files, shortest
 
 SHARING = ("VERA", "PVERA", "RANDLORA", "VBLORA", "UNILORA")
 """Methods whose layers share tensors, so that all are made together."""
-_FROM_WEIGHTS = "it begins from a decomposition of the weights that it changes"
+_BY_VALUES = (*SHARING, "SHIRA")
+"""Methods of which peft computes something while it makes layers, so that these are made on the host."""
+_FROM_WEIGHTS = "it begins from the weights that it changes"
 REFUSED: Mapping[str, str] = {
     **dict.fromkeys(("OSF", "PSOFT", "ADAMSS", "SUPERTUNING", "TINYLORA", "FROD"), _FROM_WEIGHTS),
     "ADALORA": "its ranks change by calls between steps",
     "ADAPTION_PROMPT": "it changes attention, and no linear layers",
     "BOFT": "its layers are other ones where peft has compiled a kernel of its own",
-    "DELORA": "it keeps norms of the weights that it changes",
-    "GLORA": "its files hold what does not train",
     "IA3": "use peft=ia3, which computes the same",
     "LILY": "what it computes of a token depends on all tokens of the batch, later ones among them",
     "LN_TUNING": "it trains copies of norms, and changes no linear layers",
     "POLY": "it needs the number of a task with every row",
     "SHADOW": "it trains a network beside the model",
-    "SHIRA": "its files hold which entries train",
     "TRAINABLE_TOKENS": "it trains rows of embeddings; use peft=lora with peft.whole",
     "XLORA": "it mixes adapters that are there already",
 }
@@ -50,6 +49,8 @@ _LORA = {
     *("qalora_group_size", "ensure_weight_tying"),  # which mean nothing by themselves
 }
 """Options of LORA that layers by themselves honour."""
+_NORMS = {"lora_magnitude_vector": 1, "delora_w_norm": 0}
+"""Parameters of methods that begin as norms of the weight, along which dimension."""
 _LORA_BEGINNINGS = (True, False, "gaussian", "orthogonal")
 """Values of ``init_lora_weights`` that leave the base as it is and do not look at it."""
 _NOT_ALONE: Mapping[str, Mapping[str, str]] = {
@@ -71,8 +72,8 @@ class HFPeftConfig:
     """A method of the peft library, with its own options."""
 
     type: str = "LOHA"
-    """`peft_type` of a method that changes linear layers by themselves: LOHA, LOKR, HRA, MISS, C3A, ROAD, GRALORA, OFT, FOURIERFT,
-    WAVEFT, HIRA, DEFT, PEANUT, BEFT, or LORA with options that `lora` has not."""
+    """`peft_type` of a method that changes linear layers: LOHA, LOKR, HRA, MISS, C3A, ROAD, GRALORA, OFT, FOURIERFT, WAVEFT, HIRA, DEFT,
+    PEANUT, BEFT, VERA, PVERA, RANDLORA, VBLORA, UNILORA, DELORA, GLORA, SHIRA, or LORA with options that `lora` has not."""
     config: dict[str, Any] = field(default_factory=dict)
     """Options of its configuration class in peft (`LoHaConfig`, …), among them `target_modules`, `all-linear` where it says none, and
     `exclude_modules`."""
@@ -107,6 +108,9 @@ class HFPeft(PeftPlugin):
         "RANDLORA",
         "VBLORA",
         "UNILORA",
+        "DELORA",
+        "GLORA",
+        "SHIRA",
     )
     as_peft = False
     """Whether it is as an adapter's file says, which then has all values."""
@@ -123,12 +127,13 @@ class HFPeft(PeftPlugin):
         """Make a layer of peft's for each linear layer that the options name, and put it inside."""
         options = self._options()
         begins = not self.as_peft and not self.config.adapter
+        by_norms = "use_dora" if getattr(options, "use_dora", False) else "DELORA" if self.config.type == "DELORA" else ""
         files = names_in_files(model)
         names = self._names(model, files, options)
-        dora = bool(getattr(options, "use_dora", False))
-        if begins and dora and (coded := [files[name].name for name in names if f"{name}.weight" in model.quantized]):
+        if begins and by_norms and (coded := [files[name].name for name in names if f"{name}.weight" in model.quantized]):
             raise UserError(
-                f"peft.config: use_dora begins with the norms of a weight's rows, of which {coded[0]} keeps codes; leave it out"
+                f"peft: {by_norms} begins with norms of weights, of which {coded[0]} keeps codes; leave it out, or begin from an adapter"
+                " that peft has made (peft.adapter)"
             )
         model.requires_grad_(False)
         plain = [_plain(files[name].name, model.get_submodule(name)) for name in names]
@@ -137,21 +142,21 @@ class HFPeft(PeftPlugin):
         added: dict[str, Init] = {}
         tensors: dict[str, HFTensor] = {}
         fixed: dict[str, Callable[[], Tensor]] = {}
-        norms: dict[str, str] = {}
+        norms: dict[str, NormsOf] = {}
         repeated: dict[str, str] = {}
 
         def found(of: OfPeft, prefix: str, in_files: Mapping[str, str], buffers: Mapping[str, str], made: Made) -> None:
             for inner, name in in_files.items():
                 added[f"{prefix}{INSIDE}.{inner}"] = Init(values=partial(of.drawn, name))
                 tensors[f"{prefix}{INSIDE}.{inner}"] = HFTensor(made.in_files[name])
-                if dora and inner.startswith("lora_magnitude_vector."):
-                    norms[f"{prefix}{INSIDE}.{inner}"] = f"{prefix}weight"
+                if (dim := _NORMS.get(inner.partition(".")[0])) is not None:
+                    norms[f"{prefix}{INSIDE}.{inner}"] = NormsOf(f"{prefix}weight", dim)
             fixed.update({f"{prefix}{INSIDE}.{inner}": partial(of.fixed, name) for inner, name in buffers.items()})
 
         together = self.config.type in SHARING
         for group in [range(len(names))] if together else [[each] for each in range(len(names))]:
             of = OfPeft(options, [plain[each] for each in group])
-            made = of.made("cpu" if together else "meta")
+            made = of.made("cpu" if self.config.type in _BY_VALUES else "meta")
             repeated |= made.repeated
             if made.shared:
                 model.add_module(INSIDE, _holding(made.shared))

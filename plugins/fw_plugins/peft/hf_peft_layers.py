@@ -106,7 +106,7 @@ class OfPeft:
         for key, value in (("layers_to_transform", None), ("layers_pattern", None), ("fan_in_fan_out", False)):
             if hasattr(options, key):
                 setattr(options, key, value)
-        method, whole = f"peft.type: {options.peft_type.value}", nn.Module()
+        method, whole = f"peft.type: {options.peft_type.value}", _Whole()
         with torch.device(device):
             net = _net_of(self.layers)
             try:
@@ -128,10 +128,11 @@ class OfPeft:
         in_files: dict[str, str] = {}
         repeated: dict[str, str] = {}
         for called in sorted(found, key=lambda called: called.startswith(_LAYERS)):
-            if (name := names.get(id(found[called]))) is None:
+            here = names.get(id(found[called]))
+            if here is None:
                 raise UserError(f"{method} keeps in its files what it computes when they are written ({called}), which has no place here")
-            if in_files.setdefault(name, called) != called:
-                repeated[called] = in_files[name]
+            if in_files.setdefault(here, called) != called:
+                repeated[called] = in_files[here]
         trained = {name for name, p in whole.named_parameters() if ".base_layer." not in name}
         if beside := trained - in_files.keys():
             raise UserError(f"{method} adds {sorted(beside)[0]}, which its files do not hold, and has no place here")
@@ -253,6 +254,13 @@ def _tensor(module: nn.Module, path: str) -> Tensor:
     return found
 
 
+class _Whole(nn.Module):
+    """As peft's own model has what it changes."""
+
+    base_model: nn.Module
+    peft_config: dict[str, Any]
+
+
 class _Kept(nn.Module):
     """A dictionary of parameters, as peft reads one of buffers."""
 
@@ -260,6 +268,11 @@ class _Kept(nn.Module):
         found = self._parameters[key]
         assert found is not None
         return found
+
+    def __setitem__(self, key: str, value: Tensor) -> None:
+        """By peft, for what it has brought to its device."""
+        if value is not self[key]:
+            raise RuntimeError(f"{key} is kept as a parameter, which nothing may take the place of")
 
     def __contains__(self, key: object) -> bool:
         return key in self._parameters
@@ -283,7 +296,7 @@ def _kept_as_parameters(whole: nn.Module, names: Iterable[str]) -> None:
         assert value is not None
         holder.register_parameter(last, nn.Parameter(value, requires_grad=False))
         if isinstance(holder, BufferDict):
-            holder.__class__ = _Kept
+            holder.__class__ = _Kept  # type: ignore[assignment]
 
 
 def _fixed_as_buffers(made: nn.Module) -> None:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 
 from torch import nn
 
-from fw.api import Adapters, CausalLM, HFTensor, Init, LowRank, PeftPlugin, UserError, plugin_class
+from fw.api import Adapters, CausalLM, HFTensor, Init, LowRank, NormsOf, PeftPlugin, UserError, plugin_class
 from fw_plugins.peft.changed import PREFIX, begun_from, cut_along, patterns, refuse_unknown
 from fw_plugins.peft.lora_layers import LoraLinear, add_to_embedding, add_to_linear
 from fw_plugins.peft.targets import ALL_LINEAR, by_pattern, chosen, matches, names_in_files, shortest, tied_heads
@@ -161,7 +161,8 @@ class Lora(PeftPlugin):
             model, added, [files[name].name for name in names]
         )
         must_agree = {**_MUST_AGREE, **({"ensure_weight_tying": False} if tied else {})}
-        norms = {name: name.replace("lora_magnitude_vector", "weight") for name in added if name.endswith("lora_magnitude_vector")}
+        lengths = "lora_magnitude_vector"
+        norms = {name: NormsOf(name.replace(lengths, "weight")) for name in added if name.endswith(lengths)}
         because = "the norms of a layer's rows are of the whole layer" if norms else ""
         repeated = {f"{PREFIX}{head}.weight": f"{PREFIX}{of}.weight" for head, of in tied.items()}
         return Adapters(added, tensors, config, split, begun_from(c.adapter, config, must_agree), because, norms, repeated=repeated)

@@ -42,7 +42,7 @@ def check(config: ZeroConfig, spec: StepSpec, model: CausalLM, ranks: int) -> No
         raise UserError(
             "sharding.stage: 3 does not divide codes of weights (DeepSpeed gathers one dtype); use stage 2 or 1, or sharding=fsdp"
         )
-    if config.stage == 3 and model.adapters is not None and model.adapters.row_norms:
+    if config.stage == 3 and model.adapters is not None and model.adapters.norms:
         raise UserError("sharding.stage: 3 has no whole rows of a weight when dora takes their norms; use stage 2 or 1, or sharding=fsdp")
     if config.stage == 3 and model.adapters is not None and any(".peft." in name for name in model.adapters.added):
         raise UserError(
