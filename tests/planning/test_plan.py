@@ -6,8 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
-from conftest import fw
+from conftest import TINY, fw
 from fw.meter.document import COMPONENTS, MemoryDocument
 from fw.planning.plan import plan
 from fw_plugins.sharding import offloaded
@@ -93,6 +94,15 @@ def test_the_run_takes_what_was_planned(workspace: Path, case: str) -> None:
         slack = 0 if component in ("parameters", "gradients", "optimizer") else SLACK
         assert measured.most[component] == pytest.approx(planned.most[component], abs=slack), component
         assert measured.at_peak.get(component, 0) == pytest.approx(planned.at_peak.get(component, 0), abs=slack), component
+
+
+def test_blocks_that_are_recomputed_keep_their_input_alone(workspace: Path) -> None:
+    """And where the generator stood; in bf16, too, no copies of weights."""
+    shared = [*SYNTHETIC, "activation=full", "precision=bf16", "train.micro_batch_size=1", "train.global_batch_size=1"]
+    few, many = (plan("tiny.yaml", *shared, f"model.num_hidden_layers={layers}").largest for layers in (3, 13))
+    tokens = TINY["train"]["sequence_length"]
+    a_block = tokens * TINY["model"]["hidden_size"] * 4 + torch.get_rng_state().nbytes
+    assert many.most["activations"] - few.most["activations"] == 10 * a_block
 
 
 def test_json_is_all_that_is_on_stdout_and_adds_up(workspace: Path) -> None:

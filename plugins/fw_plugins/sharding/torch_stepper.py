@@ -199,10 +199,11 @@ class TorchStepper(Stepper):
         return self._lr
 
     def forward_context(self) -> AbstractContextManager[object]:
-        """Autocast where compute has another dtype than the parameters."""
+        """Autocast where compute has another dtype than the parameters; without a cache, which would hold on to copies of weights that
+        recomputation lets go, and a forward uses each once."""
         if self._policy.compute == self._policy.parameters or self._weights_converted:
             return nullcontext()
-        return torch.autocast(self._device.type, dtype=self._policy.compute)
+        return torch.autocast(self._device.type, dtype=self._policy.compute, cache_enabled=False)
 
     def evaluation(self) -> AbstractContextManager[object]:
         """Weights converted, where the policy wants that; those proper wait on the host where the device is another."""
