@@ -35,7 +35,8 @@ the base is in bf16, or in 4 bits (nf4, double quantization). **Products**: of t
 would allow, measured in the same round; above 1 where fw's own kernels are faster than torch's. **Allocated**: at most from the second step
 on, by the events of torch's allocator. **Resident**: the most that a process had. Peers run as their documentation shows: transformers and
 litgpt under autocast, peft over transformers, torch's `fully_shard` over transformers, accelerate (which on a CPU divides
-nothing), `torch.compile` of the whole model where it says compiled; fw compiles blocks.
+nothing), `torch.compile` of the whole model where it says compiled; fw compiles blocks, and where it says lean its blocks keep the
+results of products and attention alone (`activation={name: selective, matmul_every: 1}`), with logits of 256 tokens at a time.
 """
 
 

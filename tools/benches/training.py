@@ -34,7 +34,7 @@ from fw.recipe import resolve
 from fw.training.order import StepOrder
 from peers import check_quiet, having, load as load_average, printed, pythons
 from random_llama import make
-from training_cases import CASES, Case, config
+from training_cases import CASES, OVERRIDES, Case, config
 
 HERE = Path(__file__).parent
 WARM_UP = 3
@@ -95,9 +95,8 @@ def measure(case: Case, way: str, place: Path, peers: list[str], memory: bool) -
     Args:
         memory: measure what is allocated, and nothing else.
     """
-    if way.startswith("fw"):
-        overrides = ["train.compile=true"] if way.endswith("compiled") else []
-        return fw_allocated(place, overrides) if memory else fw_trained(place, overrides)
+    if way in OVERRIDES:
+        return fw_allocated(place, OVERRIDES[way]) if memory else fw_trained(place, OVERRIDES[way])
     spec = case.spec(way, place, memory)
     if (python := having(MODULES[spec["program"]], peers)) is None:
         return None

@@ -15,7 +15,14 @@ LARGE = Shape()
 CHUNK = 512
 """Tokens whose logits fw has at a time: as fast as all at once, and a quarter of the bytes."""
 LORA = {"name": "lora", "rank": 16, "alpha": 32, "targets": ["all-linear"]}
-_WHOLE = ("fw", "fw, compiled", "transformers", "transformers, compiled", "litgpt", "litgpt, compiled")
+OVERRIDES = {
+    "fw": [],
+    "fw, compiled": ["train.compile=true"],
+    "fw, lean": ["activation={name: selective, matmul_every: 1}", f"objective.chunk_tokens={CHUNK // 2}"],
+}
+"""Of fw's ways. Lean: blocks keep results of products and of attention alone, and half the logits are there at a time."""
+_PEERS = ("transformers", "transformers, compiled", "litgpt", "litgpt, compiled")
+_WHOLE = (*OVERRIDES, *_PEERS)
 _ADAPTERS = ("fw", "fw, compiled", "peft", "peft, compiled")
 _RANKS = ("fw", "fw, compiled", "torch fully_shard", "torch fully_shard, compiled", "accelerate's DDP")
 
@@ -53,7 +60,7 @@ CASES = {
     "336 M, bf16": Case(LARGE, "bf16", rows=1),
     "336 M, LoRA, bf16": Case(LARGE, "bf16", rows=1, trains="lora", ways=_ADAPTERS),
     "336 M, QLoRA, bf16": Case(LARGE, "bf16", rows=1, trains="qlora", ways=_ADAPTERS),
-    "56 M, recomputed, bf16": Case(SMALL, "bf16", recomputed=True),
+    "56 M, recomputed, bf16": Case(SMALL, "bf16", recomputed=True, ways=("fw", "fw, compiled", *_PEERS)),
     "56 M, two ranks, bf16": Case(SMALL, "bf16", ranks=2, ways=_RANKS),
 }
 
