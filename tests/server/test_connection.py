@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
+import subprocess
+import sys
 import time
 from contextlib import suppress
 
@@ -30,11 +33,12 @@ async def _app(scope, receive, send):
     await send({"type": "http.response.body", "body": b"ok"})
 
 
-def _talking(talk, seconds):
-    """What a client makes of a server whose connections wait for so long."""
+def _talking(talk, seconds, at_a_time=1000):
+    """What a client makes of a server whose connections wait for so long, and are so many."""
 
     class Quick(Connection):
         head_seconds = seconds
+        most = at_a_time
 
     async def main():
         listening = socket.create_server(("127.0.0.1", 0))
@@ -111,6 +115,51 @@ def test_whoever_comes_to_the_point_is_heard_as_long_as_they_like():
         return True
 
     assert _talking(talk, 0.05)
+
+
+def test_connections_are_no_more_than_there_may_be():
+    """Whoever is there goes on, and whoever comes when another has gone is heard."""
+
+    async def talk(reader, writer):
+        port = writer.get_extra_info("peername")[1]
+        writer.write(GET)
+        await reader.readuntil(b"ok")
+        second, other = await asyncio.open_connection("127.0.0.1", port)
+        other.write(GET)
+        await second.readuntil(b"ok")
+        third, _ = await asyncio.open_connection("127.0.0.1", port)
+        head, _, body = (await third.read()).partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 503") and b"\r\nRetry-After: 1" in head and b"\r\nconnection: close" in head
+        assert json.loads(body)["error"]["code"] == "overloaded"
+        writer.write(GET)
+        await reader.readuntil(b"ok")
+        other.write(GET.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n"))
+        await second.readuntil(b"ok")
+        assert await second.read() == b""
+        fourth, again = await asyncio.open_connection("127.0.0.1", port)
+        again.write(GET)
+        return await fourth.readuntil(b"ok")
+
+    assert _talking(talk, 60, at_a_time=2).startswith(b"HTTP/1.1 200")
+
+
+def test_files_are_as_many_as_connections_want():
+    """In a process of its own, whose bounds these are."""
+    code = """
+import resource
+from fw.errors import UserError
+from fw.server.connection import at_most
+resource.setrlimit(resource.RLIMIT_NOFILE, (300, 1000))
+print(at_most(100), *resource.getrlimit(resource.RLIMIT_NOFILE))
+print(at_most(None), *resource.getrlimit(resource.RLIMIT_NOFILE))
+try:
+    at_most(800)
+except UserError as error:
+    print(error)
+"""
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.splitlines()
+    assert found[:2] == ["100 356 1000", "744 1000 1000"]
+    assert found[2].startswith("serve.max_connections: 800 are more than this system's 1000 open files") and "give 744 at most" in found[2]
 
 
 def test_a_body_counts_towards_the_time_of_a_request():

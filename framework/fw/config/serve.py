@@ -13,7 +13,16 @@ from fw.errors import UserError
 _ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/\s\[\],*]+|[a-z][a-z0-9+.-]*://\[[0-9a-f:.]+\](:\d+)?")
 """As browsers write them (RFC 6454), in small letters."""
 
-_LEAST = {"replicas": 1, "max_queue": 0, "max_prompt_tokens": 1, "max_n": 1, "max_inputs": 1, "timeout": 0.001, "drain": 0}
+_LEAST = {
+    "replicas": 1,
+    "max_queue": 0,
+    "max_prompt_tokens": 1,
+    "max_n": 1,
+    "max_inputs": 1,
+    "max_connections": 1,
+    "timeout": 0.001,
+    "drain": 0,
+}
 
 
 @dataclass
@@ -55,6 +64,8 @@ class ServeSection:
     """Answers to one prompt."""
     max_inputs: int = 2048
     """Prompts in one request, or texts that it wants embeddings of."""
+    max_connections: int | None = None
+    """At a time; whoever comes then is refused at once, with 503. Empty for as many as the system's open files allow."""
     timeout: float = 600.0
     """Seconds for a request, from its arrival to the end of its answer."""
     drain: float = 30.0

@@ -39,7 +39,7 @@ def _run(settings: Settings, listening: socket.socket, starting: Starting) -> in
     # A second, in which the engines import what is theirs.
     import uvicorn
 
-    from fw.server.connection import Connection
+    from fw.server.connection import Connection, at_most
     from fw.server.logs import ToLog
     from fw.server.service import Service
 
@@ -50,6 +50,9 @@ def _run(settings: Settings, listening: socket.socket, starting: Starting) -> in
 
         def handle_exit(self, sig: int, frame: FrameType | None) -> None:
             self.loop.call_soon_threadsafe(service.drain)
+
+    class Bounded(Connection):
+        most = at_most(settings.serve.max_connections)
 
     def stop() -> None:
         server.should_exit = True
@@ -62,7 +65,7 @@ def _run(settings: Settings, listening: socket.socket, starting: Starting) -> in
         server_header=False,
         lifespan="on",
         timeout_graceful_shutdown=_CLOSE_S,
-        http=Connection,
+        http=Bounded,
     )
     server = Server(config)
     host, port = listening.getsockname()[:2]
