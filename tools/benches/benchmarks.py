@@ -6,7 +6,7 @@ import json
 import os
 import platform
 import subprocess
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import date
 from pathlib import Path
 from statistics import median
@@ -25,10 +25,10 @@ MARKS = {
 INTRO = """# Beside other programs
 
 The same model, batches and machine, one program at a time, in rounds; medians, and what they spread over. `tools/bench setup-peers` makes
-the environments, `tools/bench training --write` measures all of this anew, `tools/bench check` says whether fw has fallen behind what is
-here. {machine}.
-
-## Training
+the environments, `tools/bench training --write`, `tools/bench overhead --write` and `tools/bench growth --write` measure all of this anew,
+`tools/bench check` says whether fw has fallen behind what is here. {machine}.
+"""
+TRAINING = """## Training
 
 Random weights of a Llama, 20 steps, AdamW whose state is in fp32, gradients clipped; where adapters train (rank 16, on all linear layers),
 the base is in bf16, or in 4 bits (nf4, double quantization). **Products**: of the tokens per second that the step's matrix products alone
@@ -37,6 +37,24 @@ on, by the events of torch's allocator. **Resident**: the most that a process ha
 litgpt under autocast, peft over transformers, torch's `fully_shard` over transformers, accelerate (which on a CPU divides
 nothing), `torch.compile` of the whole model where it says compiled; fw compiles blocks, and where it says lean its blocks keep the
 results of products and attention alone (`activation={name: selective, matmul_every: 1}`), with logits of 256 tokens at a time.
+
+![tokens per second of fw, of the best peer's](benchmarks.svg)
+"""
+OVERHEAD = """## Beside a bare loop
+
+`fw train` with its meter, progress and logger against a plain PyTorch loop over the same model and batches, each in a process of its own,
+in turns; both by torch's operators (`FW_TRAINING_KERNELS=off`).
+
+| | fw, of the loop's tokens/s | spread |
+| --- | --- | --- |
+"""
+GROWTH = """## How it grows
+
+A Llama of width 256, 4 layers, vocabulary 8,192, rows of 512 tokens, 16,384 tokens a step, bf16; one of these changes at a time. Squares
+are what was measured, one run each; lines are theory: of time the operations that the model counts, at the rate of the second point, of
+bytes the plan. Longer sequences cost more as attention does; more ranks share the same cores, and divide the state.
+
+![tokens per second and bytes against what they grow with](benchmarks-growth.svg)
 """
 
 
@@ -47,20 +65,50 @@ def keep(bench: str, case: str, found: Mapping[str, Any], about: Mapping[str, An
     whole = {**found, "machine": machine(), "date": str(date.today()), "commit": _commit(), **about}
     kept.setdefault(bench, {})[case] = whole
     file.write_text(json.dumps(kept, indent=1) + "\n")
+    write(kept)
+
+
+def write(kept: Mapping[str, Any]) -> None:
+    """The page and its pictures."""
+    import growth  # which measures with what keeps its figures here
+
     (DOCS / "benchmarks.md").write_text(page(kept))
-    (DOCS / "benchmarks.svg").write_text(picture(kept["training"]).svg("benchmarks"))
+    if "training" in kept:
+        (DOCS / "benchmarks.svg").write_text(picture(kept["training"]).svg("benchmarks"))
+    if "growth" in kept:
+        points = {axis: case["points"] for axis, case in kept["growth"].items()}
+        (DOCS / "benchmarks-growth.svg").write_text(growth.picture(points).svg("benchmarks-growth"))
 
 
 def page(kept: Mapping[str, Any]) -> str:
     """Markdown."""
-    cases = kept["training"]
-    machines = sorted({case["machine"] for case in cases.values()})
-    lines = [INTRO.format(machine="; ".join(machines)), "![tokens per second of fw, of the best peer's](benchmarks.svg)", ""]
-    for name, case in cases.items():
+    import growth
+
+    machines = sorted({case["machine"] for bench in kept.values() for case in bench.values()})
+    lines = [INTRO.format(machine="; ".join(machines))]
+    if "training" in kept:
+        lines.append(TRAINING)
+    for name, case in kept.get("training", {}).items():
         versions = ", ".join(f"{package} {version}" for package, version in case["versions"].items())
         lines += [f"### {name}", "", *table(case), ""]
         lines += [f"fw at {case['commit']}, {case['date']}, {len(case['products'])} rounds, {versions}. {said(case)}", ""]
+    if "overhead" in kept:
+        rows = [_overhead(name, case["ratios"]) for name, case in kept["overhead"].items()]
+        lines += [OVERHEAD + "\n".join(rows), "", f"{_when(kept['overhead'])}.", ""]
+    if "growth" in kept:
+        lines.append(GROWTH)
+        for axis, case in kept["growth"].items():
+            lines += [*growth.table(axis, case["points"]), ""]
+        lines += [f"{_when(kept['growth'])}.", ""]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _overhead(name: str, ratios: Sequence[float]) -> str:
+    return f"| {name} | {median(ratios):.3f} | {min(ratios):.3f} to {max(ratios):.3f} |"
+
+
+def _when(cases: Mapping[str, Any]) -> str:
+    return "; ".join(sorted({f"fw at {case['commit']}, {case['date']}" for case in cases.values()}))
 
 
 def table(case: Mapping[str, Any]) -> list[str]:
@@ -152,6 +200,4 @@ def _commit() -> str:
 
 
 if __name__ == "__main__":
-    kept = json.loads((DOCS / "benchmarks.json").read_text())
-    (DOCS / "benchmarks.md").write_text(page(kept))
-    (DOCS / "benchmarks.svg").write_text(picture(kept["training"]).svg("benchmarks"))
+    write(json.loads((DOCS / "benchmarks.json").read_text()))

@@ -13,9 +13,13 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+import benchmarks
+
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "configs" / "quickstart.yaml"
 WARM_UP = 10
+_PLAIN = {**os.environ, "FW_TRAINING_KERNELS": "off"}
+"""What is faster in fw is not to hide what it costs."""
 
 
 def overrides(options: argparse.Namespace) -> list[str]:
@@ -26,7 +30,7 @@ def overrides(options: argparse.Namespace) -> list[str]:
 def fw_rate(options: argparse.Namespace, directory: str) -> float:
     run_dir = Path(directory) / "run"
     command = [sys.executable, "-m", "fw", "train", str(CONFIG), f"train.run_dir={run_dir}", *overrides(options)]
-    subprocess.run(command, check=True, capture_output=True)
+    subprocess.run(command, check=True, capture_output=True, env=_PLAIN)
     with (run_dir / "metrics.csv").open(newline="") as file:
         rates = [float(row["tokens_per_s"]) for row in csv.DictReader(file)]
     subprocess.run(["rm", "-r", str(run_dir)], check=True)
@@ -35,7 +39,7 @@ def fw_rate(options: argparse.Namespace, directory: str) -> float:
 
 def bare_rate(options: argparse.Namespace) -> float:
     command = [sys.executable, __file__, "--bare", "--steps", str(options.steps), "--precision", options.precision, *options.override]
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    done = subprocess.run(command, check=True, capture_output=True, text=True, env=_PLAIN)
     return float(done.stdout)
 
 
@@ -68,6 +72,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5, help="turns of each (5)")
     parser.add_argument("--steps", type=int, default=80, help=f"steps of a turn, the first {WARM_UP} not counted (80)")
     parser.add_argument("--precision", default="fp32", choices=["fp32", "bf16"])
+    parser.add_argument("--write", action="store_true", help="keep what was found in docs/benchmarks.json, and make its page anew")
     parser.add_argument("--bare", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("override", nargs="*", help="overrides of configs/quickstart.yaml for both")
     options = parser.parse_args()
@@ -89,6 +94,9 @@ def main() -> int:
         print(f"{number:>5}  {ours:>10,.0f}  {bare:>10,.0f}  {ours / bare:>6.3f}")
     ratios = sorted(ours / bare for ours, bare in rows)
     print(f"median ratio {statistics.median(ratios):.3f}, from {ratios[0]:.3f} to {ratios[-1]:.3f} ({options.precision})")
+    if options.write:
+        case = " ".join(["configs/quickstart.yaml", f"precision={options.precision}", *options.override])
+        benchmarks.keep("overhead", case, {"ratios": ratios}, {"command": "tools/bench overhead --write", "steps": options.steps})
     return 0
 
 
