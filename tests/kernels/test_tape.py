@@ -132,17 +132,19 @@ GIVEN = {
     "a tensor of somebody's": (lambda x: x + SOMEBODYS, "neither among its inputs nor the model's"),
     "a number of Python's": (lambda x: x * torch.tensor(3.0), "may differ|neither"),
     "weights made of codes": (lambda x: x + CODES.float()[:4], "weights out of weights"),
+    "a tensor that is not dense": (lambda x: torch.sparse_coo_tensor(INDEX, x, (4,)).to_dense(), "dense|may differ"),
     "weights that are changed": (lambda x: WEIGHT.add_(x), "changes what it is not to"),
 }
 WEIGHT = torch.ones(4)
 CODES = torch.ones(1 << 19, dtype=torch.int8)
+INDEX = torch.arange(4)[None]
 
 
 @pytest.mark.parametrize("what", GIVEN)
 def test_refused(what):
     compute, why = GIVEN[what]
     with pytest.raises(NotRepeatable, match=why):
-        record(compute, torch.arange(4.0), lasting=[WEIGHT, CODES])
+        record(compute, torch.arange(4.0), lasting=[WEIGHT, CODES, INDEX])
 
 
 def test_a_kernel_on_what_nobody_knows():

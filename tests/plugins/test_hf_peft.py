@@ -110,6 +110,16 @@ def test_what_layers_share_is_there_once(
         assert (ours(IDS) - theirs(IDS).logits).abs().max() < 1e-5
 
 
+@pytest.mark.parametrize("method", ["HRA", "VERA", "VBLORA", "UNILORA", "SHIRA"])
+def test_generated_tokens_are_those_of_peft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+    base = base_in(tmp_path, BASES["llama"])
+    assert run(tmp_path, monkeypatch, section(method), "optimizer.lr=0.3") == 0
+    found = fw.LLM(checkpoint(tmp_path), dtype="fp32").generate(IDS[:1].tolist(), max_tokens=8, temperature=0, ignore_eos=True)
+    theirs = peft.PeftModel.from_pretrained(base, checkpoint(tmp_path)).eval()
+    expected = theirs.generate(input_ids=IDS[:1], max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0)
+    assert list(found[0].token_ids) == expected[0, IDS.shape[1] :].tolist()
+
+
 def test_values_at_the_beginning_are_those_of_the_seed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     base_in(tmp_path, BASES["llama"])
     found = []

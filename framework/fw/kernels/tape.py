@@ -221,8 +221,8 @@ class Recorder(TorchDispatchMode):
             with self:  # as nothing does that needs no gradients: dropout that drops nothing is no chance, and a reshape may be a view
                 return func.decompose(*args, **kwargs)
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        if any(not x.is_cpu or type(x) not in (Tensor, torch.nn.Parameter) for x in given):
-            self._refuse(f"{func} is of other tensors than the host's")
+        if any(not x.is_cpu or x.layout is not torch.strided or type(x) not in (Tensor, torch.nn.Parameter) for x in given):
+            self._refuse(f"{func} is of other tensors than the host's dense ones")
             return func(*args, **kwargs)
         varies = [self._varies(x) for x in given]
         if func is _aten.add.Tensor and len(given) == 2 and not kwargs and any(varies) and elementwise.applies(*given):
@@ -231,7 +231,7 @@ class Recorder(TorchDispatchMode):
                 return out
         out = func(*args, **kwargs)
         made = out if isinstance(out, tuple | list) else [] if out is None else [out]
-        if _may_differ(func, given) or not all(isinstance(x, Tensor) for x in made):
+        if _may_differ(func, given) or not all(isinstance(x, Tensor) and x.layout is torch.strided for x in made):
             self._refuse(f"{func} may differ each time")
             return out
         if func._schema.is_mutable:
