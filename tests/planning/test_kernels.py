@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fw.planning import products
 from fw.planning.kernels import momentary
 
 ROWS, COLUMNS = 100, 1000
@@ -129,3 +130,23 @@ def test_blocks_are_those_that_the_allocator_saw(case: str) -> None:
     between = [tensors["ids"].nbytes] if case == "int / int" else [tensors["wide"].nbytes] if case == "power" else []
     assert sorted(planned.blocks + between) == sorted(measured)
     del kept
+
+
+def test_where_memory_is_short_a_smaller_product_tells(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = []
+
+    def measured(a: tuple[tuple[int, ...], ...], b: tuple[tuple[int, ...], ...], dtype: torch.dtype, threads: int) -> int:
+        tried.append((a[0], b[0]))
+        if a[0][0] > 4096:
+            raise RuntimeError(
+                "[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes."
+            )
+        return 77
+
+    monkeypatch.setattr(products, "_found_out", measured)
+    monkeypatch.setattr(products, "_lays_out", lambda dtype: True)
+    monkeypatch.setattr(products, "_beside", lambda dtype: None)
+    with torch.device("meta"):
+        given = [torch.empty(5001, 64, dtype=torch.bfloat16), torch.empty(64, 5003, dtype=torch.bfloat16)]
+    assert products.packed(given, torch.bfloat16, 2) == [77]
+    assert tried == [((5001, 64), (64, 5003)), ((4096, 64), (64, 4096))]

@@ -22,7 +22,7 @@ used = 4096 * int(open("/proc/self/statm").read().split()[5])  # private and wri
 resource.setrlimit(resource.RLIMIT_DATA, (used + int(sys.argv[1]), resource.RLIM_INFINITY))
 sys.exit(main(sys.argv[2:]))
 """
-WORDS = ["data={name: synthetic, vocab_size: 4000, samples: 64}", "train.global_batch_size=16", "train.micro_batch_size=16"]
+WORDS = ["data={name: synthetic, vocab_size: 8000, samples: 64}", "train.global_batch_size=16", "train.micro_batch_size=16"]
 WORDS += ["train.sequence_length=512", "train.run_dir=run", "launch.threads=1", "train.max_steps=2"]
 
 
@@ -43,8 +43,8 @@ def test_what_has_the_memory_is_told_and_what_would_have_fitted(workspace: Path)
     assert report["asked_bytes"] > 2**20
     assert 2**20 < report["taken_bytes"] <= 300 * 2**20
     assert sum(report["parts"].values()) == report["taken_bytes"]
-    # The model has 4,000 × 64 numbers in its embedding and as many in its head.
-    assert report["parts"]["weights"] > 2 * 4000 * 64 * 4
+    # The model has 8,000 × 64 numbers in its embedding and as many in its head.
+    assert report["parts"]["weights"] > 2 * 8000 * 64 * 4
     assert report["largest"][0]["bytes"] >= report["largest"][-1]["bytes"] > 0
     advised = done.stderr.split("would have fitted, by plan:\n")[1].splitlines()[0].strip().partition(":")[0]
     assert limited(300, *advised.split(" ")).returncode == 0 if "{" not in advised else True

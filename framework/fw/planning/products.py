@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from fw.kernels.threads import alone
 from fw.planning import elsewhere
+from fw.training.out_of_memory import is_out_of_memory
 
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm"}
 _MOST_FLOPS = 1 << 37
@@ -50,7 +51,12 @@ def packed(given: Sequence[Tensor], dtype: torch.dtype, threads: int) -> list[in
     count = matrices[0] if matrices else 1
     if 2 * count * m * n * k > _MOST_FLOPS_BESIDE and (more := _beside(dtype)) is not None:
         return [4 * m * n * min(count, threads) + more]
-    nbytes = _found_out(*_of_a_size(a, b), dtype, threads)
+    try:
+        nbytes = _found_out(*_of_a_size(a, b), dtype, threads)
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        nbytes = _found_out(*_smaller(a, b), dtype, threads)
     return [nbytes] if nbytes else []
 
 
@@ -73,11 +79,18 @@ def _lays_out(dtype: torch.dtype) -> bool:
 
 
 def _of_a_size(a: _Laid, b: _Laid) -> tuple[_Laid, _Laid]:
-    """The product, or a smaller one that takes as much."""
+    """The product, or a smaller one."""
     (*matrices, m, k), n = a[0], b[0][-1]
     count = matrices[0] if matrices else 1
     if 2 * count * m * n * k <= _MOST_FLOPS and count * (m * k + k * n + m * n) <= _MOST_NUMBERS:
         return a, b
+    return _smaller(a, b)
+
+
+def _smaller(a: _Laid, b: _Laid) -> tuple[_Laid, _Laid]:
+    """A product that takes as much: of fewer matrices, no side of which is long."""
+    (*matrices, m, k), n = a[0], b[0][-1]
+    count = matrices[0] if matrices else 1
     few = [min(count, _MATRICES + count % 2)] if matrices else []  # an odd number is divided among threads otherwise
     m, n, k = (min(size, _SIDE) for size in (m, n, k))
     return _dense((*few, m, k), a[1]), _dense((*few, k, n), b[1])
