@@ -26,7 +26,7 @@ INTRO = """# Beside other programs
 
 The same model, batches and machine, one program at a time, in rounds; medians, and what they spread over. `tools/bench setup-peers` makes
 the environments, `tools/bench training --write`, `tools/bench overhead --write` and `tools/bench growth --write` measure all of this anew,
-`tools/bench check` says whether fw has fallen behind what is here. {machine}.
+`tools/bench check` says whether fw has fallen behind what is here. {machine}. Why it is so: [where a step's time goes](performance.md).
 """
 TRAINING = """## Training
 
@@ -91,7 +91,7 @@ def page(kept: Mapping[str, Any]) -> str:
     for name, case in kept.get("training", {}).items():
         versions = ", ".join(f"{package} {version}" for package, version in case["versions"].items())
         lines += [f"### {name}", "", *table(case), ""]
-        lines += [f"fw at {case['commit']}, {case['date']}, {len(case['products'])} rounds, {versions}. {said(case)}", ""]
+        lines += [f"fw at {case['commit']}, {case['date']}, {_rounds(len(case['products']))}, {versions}. {said(case)}", ""]
     if "overhead" in kept:
         rows = [_overhead(name, case["ratios"]) for name, case in kept["overhead"].items()]
         lines += [OVERHEAD + "\n".join(rows), "", f"{_when(kept['overhead'])}.", ""]
@@ -101,6 +101,10 @@ def page(kept: Mapping[str, Any]) -> str:
             lines += [*growth.table(axis, case["points"]), ""]
         lines += [f"{_when(kept['growth'])}.", ""]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _rounds(number: int) -> str:
+    return "one round" if number == 1 else f"{number} rounds"
 
 
 def _overhead(name: str, ratios: Sequence[float]) -> str:
@@ -186,8 +190,11 @@ def picture(cases: Mapping[str, Any]) -> Drawing:
 
 def machine() -> str:
     """In words."""
-    model = next((line.partition(":")[2].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")), platform.machine())
-    return f"{os.cpu_count()} cores ({model})"
+    lines = _lines("/proc/cpuinfo")
+    model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+    flags = next((line.split() for line in lines if line.startswith("flags")), [])
+    known = [name for name, flag in (("AVX-512", "avx512f"), ("bf16", "avx512_bf16"), ("AMX", "amx_bf16")) if flag in flags]
+    return f"{os.cpu_count()} cores ({', '.join([model, *known])})"
 
 
 def _lines(file: str) -> list[str]:
