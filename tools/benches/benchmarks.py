@@ -202,8 +202,13 @@ def _lines(file: str) -> list[str]:
 
 
 def _commit() -> str:
-    words = ["git", "describe", "--always", "--dirty", "--exclude=*"]
-    return subprocess.run(words, cwd=DOCS.parent, capture_output=True, text=True, check=True).stdout.strip()
+    """With ``-dirty`` where what is measured is not what was committed; the page itself may be anew."""
+
+    def said(*words: str) -> str:
+        return subprocess.run(["git", *words], cwd=DOCS.parent, capture_output=True, text=True, check=True).stdout.strip()
+
+    changed = said("status", "--porcelain", "--", "framework", "plugins", "models")
+    return said("describe", "--always", "--exclude=*") + ("-dirty" if changed else "")
 
 
 if __name__ == "__main__":
