@@ -33,7 +33,7 @@ def limited(mib: int, *words: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits of a process")
 def test_what_has_the_memory_is_told_and_what_would_have_fitted(workspace: Path) -> None:
-    done = limited(300)
+    done = limited(220)
     assert done.returncode == 1, done.stderr
     assert "fw: error: out of memory in " in done.stderr
     assert "(step 1, " in done.stderr
@@ -41,19 +41,21 @@ def test_what_has_the_memory_is_told_and_what_would_have_fitted(workspace: Path)
     assert "would have fitted, by plan:" in done.stderr
     report = json.loads((workspace / "run" / "out-of-memory.json").read_text())
     assert report["asked_bytes"] > 2**20
-    assert 2**20 < report["taken_bytes"] <= 300 * 2**20
+    assert 2**20 < report["taken_bytes"] <= 220 * 2**20
     assert sum(report["parts"].values()) == report["taken_bytes"]
     # The model has 8,000 × 64 numbers in its embedding and as many in its head.
     assert report["parts"]["weights"] > 2 * 8000 * 64 * 4
     assert report["largest"][0]["bytes"] >= report["largest"][-1]["bytes"] > 0
     advised = done.stderr.split("would have fitted, by plan:\n")[1].splitlines()[0].strip().partition(":")[0]
-    assert limited(300, *advised.split(" ")).returncode == 0 if "{" not in advised else True
+    assert limited(220, *advised.split(" ")).returncode == 0 if "{" not in advised else True
     assert not (workspace / "run" / "out-of-memory.json").exists()
 
 
 def test_which_errors_say_so() -> None:
     assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."))
     assert is_out_of_memory(MemoryError())
+    assert is_out_of_memory(RuntimeError("could not create a primitive"))
+    assert not is_out_of_memory(RuntimeError("could not create a primitive descriptor for a matmul primitive"))
     assert not is_out_of_memory(RuntimeError("shapes do not match"))
     with pytest.raises(RuntimeError) as caught:
         torch.empty(2**50)

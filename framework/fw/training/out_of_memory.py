@@ -109,7 +109,8 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether an allocator had nothing left, of the GPU or of the host."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
-    return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+    # oneDNN, which has chosen a way to compute and finds no memory for its code: what it cannot compute it says in other words.
+    return isinstance(error, RuntimeError) and ("DefaultCPUAllocator" in str(error) or str(error) == "could not create a primitive")
 
 
 def report(error: BaseException, module: TrainingModule) -> Report:
