@@ -289,6 +289,7 @@ def _kept_as_parameters(whole: nn.Module, names: Iterable[str]) -> None:
     """Buffers that files hold become parameters that do not train, which are kept and read as what trains is."""
     from peft.tuners._buffer_dict import BufferDict
 
+    kept: Any = _Kept
     for name in names:
         path, _, last = name.rpartition(".")
         holder = whole.get_submodule(path)
@@ -296,7 +297,7 @@ def _kept_as_parameters(whole: nn.Module, names: Iterable[str]) -> None:
         assert value is not None
         holder.register_parameter(last, nn.Parameter(value, requires_grad=False))
         if isinstance(holder, BufferDict):
-            holder.__class__ = _Kept  # type: ignore[assignment]
+            holder.__class__ = kept
 
 
 def _fixed_as_buffers(made: nn.Module) -> None:
