@@ -295,6 +295,8 @@ def test_methods_that_know_none_transposed_are_refused(
         ("LILY", {"r": 4}, "LILY is not taken: what it computes of a token depends on all tokens of the batch, later ones among them"),
         ("TINYLORA", {"r": 4}, "TINYLORA is not taken: it begins from the weights that it changes"),
         ("VBLORA", {"vector_length": 7}, "must be divisible by `vector_length` 7"),
+        ("VBLORA", {"topk": 13}, "topk: 13 vectors are to be chosen of 12 (num_vectors)"),
+        ("VERA", {"r": 0}, "peft cannot compute with these options (float division by zero); look for a zero"),
         ("VBLORA", {"save_only_topk_weights": True}, "save_only_topk_weights of VBLORA has no place here: such files can train no further"),
         ("PVERA", {"sample_at_inference": True}, "sample_at_inference of PVERA has no place here: one prompt would have many answers"),
         ("PVERA", {"generator_seed": 3}, "generator_seed of PVERA has no place here: a run that goes on would draw the same again"),

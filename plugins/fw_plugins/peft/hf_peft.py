@@ -238,6 +238,8 @@ class HFPeft(PeftPlugin):
         for key, because in _NOT_ALONE.get(method, {}).items():
             if getattr(options, key) not in (None, False) and not (self.as_peft and key in _OF_TRAINING_ALONE):
                 raise UserError(f"peft.config: {key} of {method} has no place here: {because}")
+        if method == "VBLORA" and options.topk > options.num_vectors:
+            raise UserError(f"peft.config: topk: {options.topk} vectors are to be chosen of {options.num_vectors} (num_vectors)")
         if method != "LORA":
             return
         if options.init_lora_weights not in (*_LORA_BEGINNINGS, *(["eva"] if self.as_peft else [])):

@@ -114,6 +114,8 @@ class OfPeft:
             except (ValueError, TypeError, NotImplementedError, AttributeError) as error:
                 of = f"{self.layers[0].name}: " if len(self.layers) == 1 else ""
                 raise UserError(f"{method}: {of}{error}") from None
+            except ArithmeticError as error:
+                raise UserError(f"{method}: peft cannot compute with these options ({error}); look for a zero in peft.config") from None
         whole.peft_config = {ADAPTER: options}
         layers = {layer.name: net.get_submodule(layer.name) for layer in self.layers}
         shared = {name: module for name, module in whole.base_model.named_children() if name != "model"}
