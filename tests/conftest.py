@@ -16,8 +16,10 @@ import pytest
 import yaml
 
 import warm_python
+from fw.caches import cache_dir
 
 REPOSITORY = Path(__file__).parent.parent
+_KERNELS = cache_dir() / "kernels"
 
 
 def _hands_out(config: pytest.Config) -> bool:
@@ -95,7 +97,16 @@ def loading_environment() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cache")
+    return Path(own_cache(tmp_path_factory.mktemp("cache")))
+
+
+def own_cache(directory: Path) -> str:
+    """For ``FW_CACHE``: empty but for compiled kernels, which are the user's own, for compiling takes longer than most tests."""
+    _KERNELS.mkdir(parents=True, exist_ok=True)
+    directory.mkdir(parents=True, exist_ok=True)
+    if not (directory / "kernels").exists():
+        (directory / "kernels").symlink_to(_KERNELS)
+    return str(directory)
 
 
 @pytest.fixture

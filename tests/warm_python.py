@@ -52,6 +52,7 @@ _IMPORTED = [
 ]
 _READ_WHILE_LOADING = ("DS_", "GLIBC_", "GOMP_", "HF_", "KMP_", "LD_", "MALLOC_", "MKL_", "OMP_", "PYTHON", "TORCH_")
 _READ_LATER = {"OMP_NUM_THREADS", "PYTHONPATH", "PYTHONUNBUFFERED", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "TORCH_NCCL_ASYNC_ERROR_HANDLING"}
+_AS_FW_SETS = {"OMP_WAIT_POLICY": "passive"}  # before it loads torch, for itself and for the ranks that it starts
 _MODULES = {"fw", "torch.distributed.run"}  # what runs by `python -m`
 _SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER
 _MESSAGE = 1 << 20
@@ -78,7 +79,7 @@ class _Server:
         if first.startswith("-") and first != "-c" and (first != "-m" or more[0] not in _MODULES):
             return False
         environment = os.environ if asked["env"] is None else asked["env"]
-        return _read_while_loading(environment) == self._loaded_with and not _replaced(environment)
+        return _AS_FW_SETS | _read_while_loading(environment) == self._loaded_with and not _replaced(environment)
 
     def start(self, popen: Any, asked: dict[str, Any]) -> bool:
         """What Popen does to start a process: sets ``popen.pid``. False where the server has gone."""
@@ -187,9 +188,9 @@ def _start_server() -> _Server:
     if pid == 0:
         os.setsid()
         ours.close()
-        os.execv(command[0], command)
+        os.execve(command[0], command, _AS_FW_SETS | os.environ)
     theirs.close()
-    return _Server(ours, _read_while_loading(os.environ))
+    return _Server(ours, _AS_FW_SETS | _read_while_loading(os.environ))
 
 
 # What follows runs in the server and in its children.
@@ -289,7 +290,7 @@ def _install_in_child() -> None:
         _be_server()
         _live(_serve(theirs))
         theirs.close()
-    _server = _Server(ours, _read_while_loading(os.environ))
+    _server = _Server(ours, _AS_FW_SETS | _read_while_loading(os.environ))
     install()
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from conftest import TINY, column, corpus_text, environment
+from conftest import TINY, column, corpus_text, environment, own_cache
 
 pytest.importorskip("deepspeed")
 
@@ -17,7 +17,7 @@ pytest.importorskip("deepspeed")
 def test_resume_goes_on_bit_by_bit(tmp_path):
     (tmp_path / "corpus.txt").write_text(corpus_text())
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(TINY, sort_keys=False))
-    env = {**environment(), "FW_CACHE": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
+    env = {**environment(), "FW_CACHE": own_cache(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
 
     def python(*arguments: str) -> None:
         done = subprocess.run([sys.executable, *arguments], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=200)

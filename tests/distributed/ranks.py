@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from conftest import environment
+from conftest import environment, own_cache
 
 HERE = Path(__file__).parent
 
@@ -21,7 +21,7 @@ def ends(text: str, characters: int = 8000) -> str:
 def run_ranks(program: str, ranks: int, asked: Any, directory: Path | None = None) -> subprocess.CompletedProcess[str]:
     """``program`` under torchrun (one rank: by itself) with ``asked`` as JSON; a data cache of its own where a directory is given."""
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)] if ranks > 1 else []
-    own = {} if directory is None else {"FW_CACHE": str(directory / "cache"), "OMP_NUM_THREADS": "1"}
+    own = {} if directory is None else {"FW_CACHE": own_cache(directory / "cache"), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, *torchrun, str(HERE / program), json.dumps(asked)],
         cwd=directory,

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
-from conftest import TINY, column, environment, fw, metrics
+from conftest import TINY, column, environment, fw, metrics, own_cache
 from distributed.ranks import run_ranks
 from fw.config import load
 from fw.errors import UserError
@@ -108,7 +108,7 @@ def test_two_ranks_equal_one(trained, sharding, way):
 def test_the_number_of_micro_batches_varies(trained, monkeypatch, ranks):
     """Without which the others would test less than they say."""
     monkeypatch.chdir(trained)
-    monkeypatch.setenv("FW_CACHE", str(trained / "cache"))
+    monkeypatch.setenv("FW_CACHE", own_cache(trained / "cache"))
     recipe = resolve(load("tiny.yaml", words("new", *TOKENS, "sharding=fsdp")), World(ranks, 0, 0, ranks, launched=True))
     recipe.data.prepare(print)
     plans = arrange(recipe, recipe.data.open(200), print).train_plans(0, 0)
@@ -155,7 +155,7 @@ def test_workers_change_nothing(trained):
     ],
 )
 def test_a_resumed_run_must_order_and_pack_as_before(trained, run, option, says):
-    env = {**environment(), "FW_CACHE": str(trained / "cache")}
+    env = {**environment(), "FW_CACHE": own_cache(trained / "cache")}
     done = fw("train", "tiny.yaml", *words("new", *WAYS[run]), option, f"resume=one-{run}", cwd=trained, env=env)
     assert done.code == 2 and f"was trained with {says}" in done.err
     assert not (trained / "new").exists()

@@ -18,7 +18,7 @@ from typing import Any
 
 import yaml
 
-from conftest import column, environment
+from conftest import column, environment, own_cache
 from matrix.covering import Level
 from matrix.levels import config, generating
 
@@ -88,7 +88,7 @@ def _fw(files: Path, place: Path, *words: str) -> Outcome:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env={**environment(), "OMP_NUM_THREADS": "1", "FW_CACHE": str(files.parent / "cache")},
+        env={**environment(), "OMP_NUM_THREADS": "1", "FW_CACHE": own_cache(files.parent / "cache")},
         timeout=_SECONDS,
         check=False,
     )

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import tokens
-from conftest import column, environment, fw, summary
+from conftest import column, environment, fw, own_cache, summary
 from fw.errors import UserError
 from fw.kinds import make
 from fw.kinds.data import DataPlugin
@@ -24,7 +24,7 @@ RECORDS = [{"prompt": f"what is {n}", "completion": f"it is {n * n}", "number": 
 def place(tmp_path, monkeypatch):
     """The same records as lines, as files of a dataset, and as `save_to_disk` writes them, whole and by split."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("FW_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("FW_CACHE", own_cache(tmp_path / "cache"))
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
     tokens.save(tmp_path / "tokenizer", 131)
     lines = [json.dumps(record) + "\n" for record in RECORDS]
@@ -129,7 +129,7 @@ launch: {{accelerator: cpu}}
     losses = column("unbroken", "loss")
     assert len(losses) == 8 and losses[-1] < losses[0]
 
-    monkeypatch.setenv("FW_CACHE", str(place / "other"))  # where nothing of the unbroken run's ids is
+    monkeypatch.setenv("FW_CACHE", own_cache(place / "other"))  # where nothing of the unbroken run's ids is
     fw("train", "run.yaml", "train.max_steps=5").ok()
     assert column("run", "loss") == losses[:5]
     done = fw("train", "run.yaml", "resume=auto").ok()

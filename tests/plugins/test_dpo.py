@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 import fw
 from chats import PLAIN, opened, plugin, write, write_tokenizer
-from conftest import column, fw as start
+from conftest import column, fw as start, own_cache
 from fw.cli import main
 from fw.errors import UserError
 from fw.kinds import make
@@ -39,7 +39,7 @@ PAIRS = [
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A model with a random adapter, a tokenizer, and pairs."""
-    monkeypatch.setenv("FW_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("FW_CACHE", own_cache(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
     base = transformers.LlamaForCausalLM(CONFIG)

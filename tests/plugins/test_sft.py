@@ -10,7 +10,7 @@ import yaml
 
 import fw
 from chats import MARKED, PLAIN, opened, plugin, write, write_tokenizer
-from conftest import column, fw as run_fw
+from conftest import column, fw as run_fw, own_cache
 from fw.kinds import make
 from fw.kinds.objective import ObjectivePlugin
 from models.architectures import CASES, save
@@ -30,7 +30,7 @@ CHATS = [
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("FW_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("FW_CACHE", own_cache(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     write_tokenizer(tmp_path / "tokenizer", PLAIN)
     write(tmp_path / "chats.jsonl", *({"messages": chat} for chat in CHATS))

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from conftest import own_cache
+
 DOCUMENT = Path(__file__).parents[2] / "docs" / "plugins.md"
 _BLOCK = re.compile(r"^```(\w+)(?: title=\"([^\"]+)\")?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
@@ -15,7 +17,7 @@ _BLOCK = re.compile(r"^```(\w+)(?: title=\"([^\"]+)\")?\n(.*?)^```$", re.MULTILI
 def test_every_block_runs(tmp_path: Path) -> None:
     """Those with a title are files, those of bash are run."""
     python = Path(sys.executable).parent
-    environment = {**os.environ, "PATH": f"{python}{os.pathsep}{os.environ['PATH']}", "FW_CACHE": str(tmp_path / "cache")}
+    environment = {**os.environ, "PATH": f"{python}{os.pathsep}{os.environ['PATH']}", "FW_CACHE": own_cache(tmp_path / "cache")}
     ran = 0
     for language, title, text in _BLOCK.findall(DOCUMENT.read_text()):
         if title:

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from conftest import environment, fw
+from conftest import environment, fw, own_cache
 from fw.training.preparation import histogram
 from fw_plugins.data import ids_file
 from fw_plugins.data.tokenizer import byte_tokenizer
@@ -20,7 +20,7 @@ TEXTS = [f"{n} " * (n % 7 + 1) for n in range(1000)]
 
 
 def test_a_run_finds_everything_done(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FW_CACHE", str(workspace / "cache"))
+    monkeypatch.setenv("FW_CACHE", own_cache(workspace / "cache"))
     Path("texts").mkdir()
     for number in range(40):
         Path(f"texts/{number}.txt").write_text(f"number {number % 37} and more " * (number % 37 + 1))

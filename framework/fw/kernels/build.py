@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import functools
 import hashlib
 import os
@@ -14,7 +15,7 @@ import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -138,10 +139,12 @@ def with_threads(several: int) -> Iterator[None]:
 
 
 def _compile(compiler: Sequence[str], flags: Sequence[str], sources: Sequence[Path], made: Path) -> None:
-    """Under another name first: who compiles at the same time finds it whole or not at all."""
+    """By one process at a time, for ranks begin together; under another name first, so that it is found whole or not at all."""
     try:
         made.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=made.parent) as place:
+        with _alone(made.with_suffix(".lock")), tempfile.TemporaryDirectory(dir=made.parent) as place:
+            if made.exists():
+                return
             out = Path(place) / made.name
             objects = [Path(place) / f"{source.stem}.o" for source in sources]
             commands = [[*compiler, *flags, "-c", str(source), "-o", str(to)] for source, to in zip(sources, objects, strict=True)]
@@ -153,6 +156,15 @@ def _compile(compiler: Sequence[str], flags: Sequence[str], sources: Sequence[Pa
             out.replace(made)
     except OSError as error:
         raise NotCompiled(f"{made.parent} cannot be written: {error.strerror}") from None
+
+
+@contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """Until the block ends, also by a kill; not where the file system has no locks: who compiles the same meanwhile only works in vain."""
+    with path.open("w") as lock:
+        with suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def _run(command: Sequence[str]) -> None:
