@@ -180,10 +180,10 @@ def test_where_nobody_learns_no_gradient_is_computed():
 def test_a_chunk_of_all_tokens_has_its_gradient_in_the_weights_dtype():
     generator = torch.Generator().manual_seed(0)
     x_TD = torch.randn(8, 64, generator=generator).bfloat16().requires_grad_()
-    weight_VD = nn.Parameter(torch.randn(4096, 64, generator=generator).bfloat16())
+    weight_VD = nn.Parameter(torch.randn(65536, 64, generator=generator).bfloat16())
     with allocations(torch.device("cpu")) as found:
         TokenLoss().chunked(x_TD, LinearHead(weight_VD), torch.arange(8), 8).backward()
-    assert weight_VD.nbytes < found.peak_bytes < 2 * weight_VD.nbytes  # its gradient, and eight rows of logits
+    assert weight_VD.nbytes < found.peak_bytes < 2 * weight_VD.nbytes  # its gradient, eight rows of logits, and what oneDNN lays out
 
 
 def test_a_second_backward_is_refused_in_a_sentence():
