@@ -89,6 +89,7 @@ template <typename T, typename E>
 void forward(const Call& c) {
     const long each = c.batch * c.kv_heads;
     pool::each(each * c.tiles(), [&](long number) {
+        const Multiplying products;
         const long row = number % each;  // the longest first
         forward_tile<T, E>(c, row / c.kv_heads, row % c.kv_heads, c.tiles() - 1 - number / each, own_room());
     });

@@ -205,6 +205,7 @@ void backward(const Call& c) {
     if (few && (each >= pool::threads() || c.tiles() == 1)) {
         pool::each(each, [&](long row) {
             Room& room = own_room();
+            const Multiplying products;
             of_head<T, E>(c, row / c.kv_heads, row % c.kv_heads, room);
         });
         return;
@@ -212,6 +213,7 @@ void backward(const Call& c) {
     const long chunks = (c.tiles() + CHUNK - 1) / CHUNK;
     pool::each(each * chunks, [&](long number) {
         Room& room = own_room();
+        const Multiplying products;
         const long row = number % each, begin = number / each * CHUNK;
         room.begin(Queries<T, E>::bytes(c) + Keys<T, E>::bytes(c, CHUNK) + Pair<E>::bytes() + 1024);
         of_keys<T, E>(c, row / c.kv_heads, row % c.kv_heads, begin, std::min(begin + CHUNK, c.tiles()), nullptr, room);
@@ -219,6 +221,7 @@ void backward(const Call& c) {
     const long rows = c.batch * c.heads;
     pool::each(rows * c.tiles(), [&](long number) {
         Room& room = own_room();
+        const Multiplying products;
         const long row = number % rows;
         of_queries<T, E>(c, row / c.heads, row % c.heads, c.tiles() - 1 - number / rows, room);
     });

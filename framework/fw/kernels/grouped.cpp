@@ -3,6 +3,7 @@
 // nothing is rounded but x, as it is given, and y.
 //
 // As everywhere, a row's result does not depend on how many others there are.
+#include "amx.h"
 #include "panels.h"
 
 using namespace panels;
@@ -126,10 +127,80 @@ void rows_left(int rows, const uint16_t* x, long xs, const W& w, const float* sc
     }
 }
 
+#if defined(FW_AMX)
+// A panel from one of its rows on, as numbers of bfloat16: sixteen rows at a time.
+template <typename W>
+struct Numbers {
+    const W& w;
+    long first;
+    amx::Ring& ring;
+
+    void copy(long k, long count, char* to) const {
+        for (long i = 0; i < count; i++) {
+            w.coming(first + k + i);
+            for (int half = 0; half < 2; half++)
+                _mm512_storeu_si512(to + i * amx::PANEL_BYTES + half * 64, (__m512i)w.pairs(first + k + i, half));
+        }
+    }
+
+    const char* rows(long k) const {
+        char* to = ring.next();
+        copy(k, amx::SIDE, to);
+        amx::settle();
+        return to;
+    }
+};
+
+inline amx::Panel from(const Wide& w, long first, amx::Ring&) { return {(const char*)(w.at + first * PANEL * 2)}; }
+
+template <typename W>
+Numbers<W> from(const W& w, long first, amx::Ring& ring) {
+    return {w, first, ring};
+}
+
+template <typename W>
+void by_tiles(const uint16_t* x, const W& w, const float* scale, const float* offset, const float* of_x, const float* bias, uint16_t* y,
+              long rows, long inputs, long outputs, long group, int columns) {
+    constexpr long ROWS = amx::ROWS, SIDE = amx::SIDE, STEP = PANEL * sizeof(float);
+    const long groups = inputs / group;
+    alignas(64) float sums[ROWS][PANEL], found[ROWS][PANEL];
+    auto nothing = [](long) {};
+    amx::Ring ring;
+    amx::Tiles tiles(std::min(rows, ROWS));
+    for (long begin = 0; begin < rows; begin += ROWS) {
+        const long here = std::min(ROWS, rows - begin);
+        if (begin && here < ROWS) tiles.shape(here);
+        std::memset(sums, 0, sizeof sums);
+        for (long g = 0; g < groups; g++) {
+            const uint16_t* a = x + begin * inputs + g * group;
+            const auto panel = from(w, g * group / 2, ring);
+            if (here > SIDE)
+                amx::product<amx::Of::BF16, true, false>(a, inputs * 2, panel, group / 2, found, STEP, here, nothing);
+            else
+                amx::product<amx::Of::BF16, false, false>(a, inputs * 2, panel, group / 2, found, STEP, here, nothing);
+            for (int half = 0; half < PANEL; half += 16) {
+                const __m512 by = _mm512_loadu_ps(scale + g * PANEL + half);
+                const __m512 add = offset ? _mm512_loadu_ps(offset + g * PANEL + half) : _mm512_setzero_ps();
+                for (long r = 0; r < here; r++) {
+                    __m512 sum = _mm512_fmadd_ps(_mm512_load_ps(found[r] + half), by, _mm512_load_ps(sums[r] + half));
+                    if (offset) sum = _mm512_fmadd_ps(add, _mm512_set1_ps(of_x[(begin + r) * groups + g]), sum);
+                    _mm512_store_ps(sums[r] + half, sum);
+                }
+            }
+        }
+        for (long r = 0; r < here; r++)
+            finish(loaded(sums[r]), loaded(sums[r] + LANES), nullptr, bias, y + (begin + r) * outputs, columns);
+    }
+}
+#endif
+
 // As above, by groups.
 template <typename W>
 void against(const uint16_t* x, const W& w, const float* scale, const float* offset, const float* of_x, const float* bias, uint16_t* y,
              long rows, long inputs, long outputs, long group, int columns) {
+#if defined(FW_AMX)
+    if (amx::here) return by_tiles(x, w, scale, offset, of_x, bias, y, rows, inputs, outputs, group, columns);
+#endif
     const long tiles = (rows + MOST - 1) / MOST, groups = inputs / group;
     for (long t = 0; t < tiles; t++) {
         const long from = rows * t / tiles, to = rows * (t + 1) / tiles;

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "again.h"
+#include "amx.h"
 #include "panels.h"
 
 using namespace panels;
@@ -119,11 +120,71 @@ void rows_left(int rows, const uint16_t* x, long xs, const W* panel, const float
     }
 }
 
+#if defined(FW_AMX)
+// A panel of codes as bfloat16, sixteen rows at a time.
+struct Widened {
+    const int8_t* codes;
+    amx::Ring& ring;
+
+    void copy(long k, long count, char* to) const { widen(codes + k * PANEL * 2, count * PANEL * 2, (uint16_t*)to); }
+
+    const char* rows(long k) const {
+        char* to = ring.next();
+        copy(k, amx::SIDE, to);
+        amx::settle();
+        return to;
+    }
+};
+
+inline amx::Panel as_tiles(const uint16_t* panel, amx::Ring&) { return {(const char*)panel}; }
+inline Widened as_tiles(const int8_t* panel, amx::Ring& ring) { return {panel, ring}; }
+
+// f(first row, how many, their sums [rows, 32]) of all rows against one panel, of `words` rows and `bytes`.
+template <amx::Of OF, typename P, typename F>
+void by_tiles(const void* x, long x_step, const P& panel, long rows, long words, const char* at, long bytes, const char* next, F&& f) {
+    constexpr long ROWS = amx::ROWS, SIDE = amx::SIDE;
+    alignas(64) float sums[ROWS * PANEL];
+    const long steps = std::max<long>(1, words / SIDE), lines = (bytes + steps * 64 - 1) / (steps * 64);
+    const bool later = next && rows > ROWS;  // the first rows read the panel, those that follow fetch the one that comes next
+    amx::Tiles tiles(std::min(rows, ROWS));
+    for (long from = 0; from < rows; from += ROWS) {
+        const long here = std::min(ROWS, rows - from), half = from / ROWS - 1;
+        if (from && here < ROWS) tiles.shape(here);
+        const char* a = (const char*)x + from * x_step;
+        auto between = [&](long k) {
+            const long number = k / SIDE * lines * 64;
+            if (from == 0) {
+                for (long i = 0; i < lines; i++) _mm_prefetch(at + number + 2 * lines * 64 + i * 64, _MM_HINT_T0);
+            } else if (later && half < 2) {
+                for (long i = half; i < lines; i += 2) _mm_prefetch(next + number + i * 64, _MM_HINT_T1);
+            }
+        };
+        if (here > SIDE)
+            amx::product<OF, true, false>(a, x_step, panel, words, sums, PANEL * sizeof(float), here, between);
+        else
+            amx::product<OF, false, false>(a, x_step, panel, words, sums, PANEL * sizeof(float), here, between);
+        f(from, here, sums);
+    }
+}
+#endif
+
 // All rows against one panel, in tiles of equal size: the panel, which stays in the cache, is used for all of them before the next. Of
 // several tiles the first two fetch the panel that comes next, half of it each, so that memory is never idle.
 template <typename W>
 void against(const uint16_t* x, const W* panel, const float* scale, const float* bias, uint16_t* y, long rows, long inputs, long outputs,
              int columns, const char* next = nullptr) {
+#if defined(FW_AMX)
+    if (amx::here) {
+        amx::Ring ring;
+        by_tiles<amx::Of::BF16>(x, inputs * 2, as_tiles(panel, ring), rows, inputs / 2, (const char*)panel, PANEL * inputs * sizeof(W), next,
+                                [&](long from, long here, const float* sums) {
+                                    for (long r = 0; r < here; r++)
+                                        finish(loaded(sums + r * PANEL), loaded(sums + r * PANEL + LANES), scale, bias,
+                                               y + (from + r) * outputs, columns);
+                                });
+        return;
+    }
+#endif
     const long tiles = (rows + MOST - 1) / MOST;
     for (long t = 0; t < tiles; t++) {
         const long from = rows * t / tiles, to = rows * (t + 1) / tiles;
@@ -308,14 +369,12 @@ void linear_w8a8(const uint16_t* x, const Layer* layers, long count, long rows, 
         for (long r = piece * together; r < std::min(rows, (piece + 1) * together); r++)
             codes_of(x + r * inputs, inputs, k4 * 4, codes.data() + r * k4 * 4, &of_row[r]);
     });
-    each_panel(layers, count, PANEL * k4 * 4, [&](const Layer& of, long p, int columns, const char*) {
-        int32_t found[MOST * PANEL], sums[PANEL] = {};
+    each_panel(layers, count, PANEL * k4 * 4, [&](const Layer& of, long p, int columns, const char* next) {
+        int32_t sums[PANEL] = {};
         std::copy_n(of.sums + p * PANEL, columns, sums);
-        for (long t = 0; t < tiles; t++) {
-            const long from = rows * t / tiles, to = rows * (t + 1) / tiles;
-            count_left<MOST>(int(to - from), codes.data() + from * k4 * 4, k4, (const int8_t*)of.weight + p * PANEL * k4 * 4, found);
-            for (long r = from; r < to; r++) {
-                const int32_t* counted = found + (r - from) * PANEL;
+        const int8_t* panel = (const int8_t*)of.weight + p * PANEL * k4 * 4;
+        auto put = [&](long from, long here, const int32_t* counted) {
+            for (long r = from; r < from + here; r++, counted += PANEL) {
                 Lane halves[2];
                 for (int half = 0; half < 2; half++)
                     halves[half] =
@@ -323,6 +382,19 @@ void linear_w8a8(const uint16_t* x, const Layer* layers, long count, long rows, 
                 finish(halves[0], halves[1], of.scale + p * PANEL, of.bias ? of.bias + p * PANEL : nullptr,
                        of.y + r * of.outputs + p * PANEL, columns);
             }
+        };
+#if defined(FW_AMX)
+        if (amx::here) {
+            by_tiles<amx::Of::CODES>(codes.data(), k4 * 4, amx::Panel{(const char*)panel}, rows, k4, (const char*)panel, PANEL * k4 * 4,
+                                     next, [&](long from, long here, const float* found) { put(from, here, (const int32_t*)found); });
+            return;
+        }
+#endif
+        int32_t found[MOST * PANEL];
+        for (long t = 0; t < tiles; t++) {
+            const long from = rows * t / tiles, to = rows * (t + 1) / tiles;
+            count_left<MOST>(int(to - from), codes.data() + from * k4 * 4, k4, panel, found);
+            put(from, to - from, found);
         }
     });
 }

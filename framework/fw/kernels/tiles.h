@@ -6,7 +6,9 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <optional>
 
+#include "amx.h"
 #include "lanes.h"
 
 namespace tiles {
@@ -195,10 +197,46 @@ inline void some_rows(long rows, const E* a, long a_step, const E* panel, float*
     }
 }
 
+// What `multiplied` needs of its thread: one is there as long as it is called. Of rows that are no multiple of 16 it may read and write more,
+// up to that.
+class Multiplying {
+public:
+    Multiplying() {
+#if defined(FW_AMX)
+        if (amx::here) tiles.emplace();
+#endif
+    }
+
+private:
+#if defined(FW_AMX)
+    std::optional<amx::Tiles> tiles;
+#endif
+};
+
 // c [rows, 32 · panels] (+)= a [rows, k] · b, in panels of k numbers each.
 template <bool ADD, typename E>
 void multiplied(const E* a, long a_step, const E* b, long panels, float* c, long c_step, long rows, long k) {
-    const long parts = (rows + MOST - 1) / MOST, words = (k + TOGETHER<E> - 1) / TOGETHER<E> * TOGETHER<E>;
+    const long words = (k + TOGETHER<E> - 1) / TOGETHER<E> * TOGETHER<E>;
+#if defined(FW_AMX)
+    if constexpr (sizeof(E) == 2)
+        if (amx::here) {
+            auto nothing = [](long) {};
+            const long step = a_step * long(sizeof(E)), to_step = c_step * long(sizeof(float));
+            for (long p = 0; p < panels; p++) {
+                const amx::Panel panel{(const char*)(b + p * words * PANEL)};
+                for (long r = 0; r < rows; r += amx::ROWS) {
+                    const E* from = a + r * a_step;
+                    float* to = c + r * c_step + p * PANEL;
+                    if (rows - r > amx::SIDE)
+                        amx::product<amx::Of::BF16, true, ADD>(from, step, panel, words / 2, to, to_step, amx::ROWS, nothing);
+                    else
+                        amx::product<amx::Of::BF16, false, ADD>(from, step, panel, words / 2, to, to_step, amx::SIDE, nothing);
+                }
+            }
+            return;
+        }
+#endif
+    const long parts = (rows + MOST - 1) / MOST;
     for (long p = 0; p < panels; p++)
         for (long t = 0; t < parts; t++) {
             const long from = rows * t / parts, to = rows * (t + 1) / parts;
