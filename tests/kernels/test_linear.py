@@ -12,11 +12,12 @@ from fw.kernels.calls import Kernel
 from fw.kernels.room import Room
 
 HAS_AVX = torch.backends.cpu.get_cpu_capability().startswith("AVX")
+NO_TILES = ("-mno-amx-tile", "-mno-amx-bf16", "-mno-amx-int8") if HAS_AVX else ("-DFW_NO_TILES",)
 AVX2 = ("-mno-avx512f", "-mno-avx512bf16") if HAS_AVX else ("-DFW_AVX2",)
 ANY_PROCESSOR = ("-mno-avx",) if HAS_AVX else ("-DFW_ANY",)
 
 
-@pytest.fixture(params=[(), AVX2, ANY_PROCESSOR], ids=["this processor", "256 bits", "any processor"])
+@pytest.fixture(params=[(), NO_TILES, AVX2, ANY_PROCESSOR], ids=["this processor", "without tiles", "256 bits", "any processor"])
 def kernel(request, monkeypatch):
     try:
         library(*request.param)
@@ -44,6 +45,13 @@ def test_products(kernel, outputs, inputs, bias):
         each = torch.cat([packed(x[row : row + 1]) for row in range(rows)])
         assert torch.equal(found, each), "a row alone, and beside others"
     assert packed(torch.randn(2, 3, 2 * inputs).bfloat16()[..., ::2]).shape == (2, 3, outputs), "also of what is not contiguous"
+
+
+@pytest.mark.parametrize("made", [linear.PackedLinear, linear.Int8Linear, linear.W8A8Linear])
+def test_rows_that_are_more_than_stay_near(kernel, made):
+    """They are taken some at a time."""
+    packed, x = made(layer(40, 8192, True)), torch.randn(300, 8192).bfloat16()
+    assert torch.equal(packed(x), torch.cat([packed(some) for some in x.split(50)]))
 
 
 @pytest.mark.parametrize("outputs, inputs", [(32, 2), (96, 64), (33, 50), (1, 130), (257, 1024)])

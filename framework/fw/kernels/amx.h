@@ -109,9 +109,12 @@ inline void product(const void* rows_of_a, long a_step, const P& panel, long wor
         if constexpr (SECOND) _tile_zero(3);
     }
     long k = 0;
+    const char* now = words >= SIDE ? panel.rows(0) : nullptr;
     for (; k + SIDE <= words; k += SIDE) {
         between(k);
-        step<OF, SECOND>(a + k * WORD, a_step, panel.rows(k));
+        const char* const then = k + 2 * SIDE <= words ? panel.rows(k + SIDE) : nullptr;  // where it is made, it is in the cache when read
+        step<OF, SECOND>(a + k * WORD, a_step, now);
+        now = then;
     }
     if (k < words) {  // filled up with zeros
         alignas(64) char left[ROWS * TILE_BYTES] = {}, of_panel[SIDE * PANEL_BYTES] = {};

@@ -2,8 +2,8 @@
 // products are.
 //
 // W [N, K] lies in panels of 32 rows of W: [N/32, K/2, 32, 2], so that a step over K reads 128 bytes one behind another, and each lane of a
-// register has two neighbours in K. Each output is one sum over K in the same order whatever the number of rows: a row's result does not
-// depend on its company.
+// register has two neighbours in K; sixteen of its rows are two tiles of AMX. Each output is one sum over K in the same order whatever the
+// number of rows: a row's result does not depend on its company.
 #include <algorithm>
 #include <cmath>
 #include <vector>
@@ -16,6 +16,8 @@ using namespace panels;
 
 namespace {
 
+constexpr long FEW_CODES = 8;  // rows up to which registers are as fast as tiles for products of whole numbers
+constexpr long NEAR = 1 << 20, FEWEST = 128;  // bytes of x that stay in a core's cache beside a panel, and rows at least
 constexpr long FEW = 64;  // rows for which codes are widened as they are needed, each time
 
 #if defined(__AVX512BF16__)
@@ -384,7 +386,7 @@ void linear_w8a8(const uint16_t* x, const Layer* layers, long count, long rows, 
             }
         };
 #if defined(FW_AMX)
-        if (amx::here) {
+        if (amx::here && rows > FEW_CODES) {  // sums of whole numbers are the same either way
             by_tiles<amx::Of::CODES>(codes.data(), k4 * 4, amx::Panel{(const char*)panel}, rows, k4, (const char*)panel, PANEL * k4 * 4,
                                      next, [&](long from, long here, const float* found) { put(from, here, (const int32_t*)found); });
             return;
@@ -409,7 +411,14 @@ extern "C" void fw_linear(long kind, const uint16_t* x, const Layer* layers, lon
     constexpr void (*OF[])(const uint16_t*, const Layer*, long, long, long) = {
         linear_bf16, linear_w8, linear_w8a8, linear_plain, grouped::four_bits, grouped::eight_bits,
     };
-    OF[kind](x, layers, count, rows, inputs);
+    // As many rows at a time as are still near when the next panel comes.
+    const long together = std::max(FEWEST, NEAR / (inputs * 2));
+    if (rows <= together) return OF[kind](x, layers, count, rows, inputs);
+    std::vector<Layer> some(layers, layers + count);
+    for (long from = 0; from < rows; from += together) {
+        OF[kind](x + from * inputs, some.data(), count, std::min(together, rows - from), inputs);
+        for (Layer& of : some) of.y += together * of.outputs;
+    }
 }
 
 AGAIN(fw_linear)
