@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from conftest import column
 from distributed.ranks import run_ranks
 
@@ -18,6 +20,7 @@ SHARDINGS = {
 ACTIVATIONS = ["none", "full", "sqrt", "selective", "modules", "{name: auto, budget: 400KiB}"]
 
 
+@pytest.mark.slow
 def test_every_division_recomputes(workspace: Path) -> None:
     shared = ["train.max_steps=3", "launch.threads=1", "train.micro_batch_size=2", "model.num_hidden_layers=4", "train.val_every=2"]
     runs = {

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -40,6 +41,7 @@ def make_unknown(name: str, directory: Path) -> None:
     AutoModelForCausalLM.from_config(config).save_pretrained(directory)
 
 
+@pytest.mark.slow
 def test_trains_under_fsdp_and_comes_back(workspace):
     directories = {case: Path(case) for case in [*CASES, *UNKNOWN]}
     for case, directory in directories.items():

@@ -11,6 +11,7 @@ from distributed.ranks import run_ranks
 from distributed.test_activation import SHARDINGS
 
 
+@pytest.mark.slow
 def test_every_division_takes_the_loss_in_chunks(workspace: Path) -> None:
     shared = ["train.max_steps=3", "launch.threads=1", "train.micro_batch_size=2", "train.val_every=2", "objective.z_loss=0.01"]
     shared += ["objective.label_smoothing=0.1"]

@@ -90,6 +90,7 @@ def tried(cells: dict[str, Cell], ranks: int) -> dict[str, str]:
     return came
 
 
+@pytest.mark.slow
 def test_every_pair_trains_or_is_refused(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cells = {f"cell-{number}": cell for number, cell in enumerate(covering())}
     plain = {f"plain-{o}-{p}": ("none", o, "single", p) for o in OPTIMIZERS for p in PRECISIONS}

@@ -33,7 +33,7 @@ def kept(ranks: int, overrides: list[str]) -> list[tuple[int, int]]:
 
 
 @pytest.mark.skipif(malloc_in_use_bytes() is None, reason="only glibc counts what malloc gave out")
-@pytest.mark.parametrize("sharding", SHARDINGS)
+@pytest.mark.parametrize("sharding", [pytest.param(of, marks=[pytest.mark.slow] if of == "zero 3" else []) for of in SHARDINGS])
 def test_falls_as_one_over_ranks(workspace: Path, sharding: str, capsys: pytest.CaptureFixture[str]) -> None:
     found = {ranks: kept(ranks, SHARDINGS[sharding]) for ranks in (1, 2, 4)}
     whole = found[1][0][0]

@@ -98,6 +98,7 @@ def adapters(run: str | Path) -> dict[str, torch.Tensor]:
     return load_file(Path(run) / "checkpoints" / "latest" / "adapter_model.safetensors")
 
 
+@pytest.mark.slow
 def test_every_division_equals_one_process(workspace: Path) -> None:
     for precision in TOLERANCE:
         for name, what in ONE.items():

@@ -58,6 +58,7 @@ def train_in_turn(ranks: int, cells: list[str]) -> None:
     run_ranks("train_in_turn.py", ranks, overrides)
 
 
+@pytest.mark.slow
 def test_every_division_equals_one_process(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for precision in TOLERANCE:
         one = f"one-{precision}"

@@ -14,6 +14,7 @@ from distributed.test_activation import SHARDINGS
 KEPT_WHOLE = {"single", "ddp"}
 
 
+@pytest.mark.slow
 def test_what_is_kept_is_said_as_it_is_divided(workspace: Path) -> None:
     shared = ["train.max_steps=3", "launch.threads=1", "precision=fp32"]
     runs = {

@@ -27,6 +27,7 @@ def is_refused(optimizer: str, sharding: str) -> bool:
     return (optimizer in BY_ROWS and sharding == "tensor") or (optimizer in WHOLE and sharding in ("host", "disk"))
 
 
+@pytest.mark.slow
 def test_every_optimizer_is_the_same_however_parameters_are_divided(workspace: Path) -> None:
     allowed = [(o, s) for o in OPTIMIZERS for s in SHARDINGS if not is_refused(o, s) and (o in BY_ROWS or s in ("fsdp", "tensor", "disk"))]
     runs = {f"{o}-{s}": [f"optimizer={o}", *SHARDINGS[s], *SHARED, SAVED if s == "fsdp" else "train.save_every=0"] for o, s in allowed}

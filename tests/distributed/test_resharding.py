@@ -44,6 +44,7 @@ def passed_on(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+@pytest.mark.slow
 def test_every_division_goes_on_from_every_other(passed_on, capsys):
     names = [name.replace(" ", "_") for name in CELLS]
     table, worst = {}, 0.0

@@ -374,6 +374,7 @@ def test_a_checkpoint_of_the_first_format_is_gone_on_from(trained):
     assert column("run", "loss") == straight
 
 
+@pytest.mark.slow
 def test_the_torture_in_short():
     done = subprocess.run(
         [sys.executable, str(HERE.parent.parent / "tools" / "benches" / "torture.py"), "--kills", "8", "--json"],

@@ -50,6 +50,7 @@ def test_an_unknown_interface_is_refused_with_those_there_are(workspace):
     assert done.code == 2 and "this host has no interface 'nope0' that is up; there are: lo (127.0.0.1" in done.err
 
 
+@pytest.mark.slow
 def test_a_cut_cable_fails_both_hosts_and_the_run_goes_on_when_it_is_back(tmp_path):
     done = subprocess.run([sys.executable, REPOSITORY / "tools/two_hosts", tmp_path], capture_output=True, text=True, timeout=400)
     if done.returncode == 77:

@@ -79,6 +79,7 @@ def differ(trained: Path, one: str, other: str, steps: int, key: str = "loss") -
     return max(abs(x - y) / abs(y) for x, y in zip(a, b, strict=True))
 
 
+@pytest.mark.slow
 def test_one_rank_equals_one_process(trained):
     assert differ(trained, "alone-fp32", "single-fp32", 10) <= 1e-6
     assert differ(trained, "alone-fp32", "single-fp32", 10, "grad_norm") <= 1e-6

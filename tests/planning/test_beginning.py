@@ -99,6 +99,7 @@ def test_a_server(base: Path) -> None:
     assert failed.code == 2 and "nothing fits 1 MiB" in failed.err
 
 
+@pytest.mark.slow
 def test_a_server_on_a_gpu(tmp_path: Path) -> None:
     """In 16 bits that the device has, and in fewer where a budget wants it; never as a CPU keeps weights."""
     shape = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 8, "num_attention_heads": 16, "num_key_value_heads": 4}

@@ -65,6 +65,7 @@ def test_only_the_techniques_that_are_named_are_searched(free: Path) -> None:
     assert "'activatoin' is none; did you mean 'activation'?" in fw("plan", "free.yaml", "memory.techniques=[activatoin]").err
 
 
+@pytest.mark.slow
 def test_adapters_and_4_bits_where_somebody_asks_and_nothing_else_fits(free: Path) -> None:
     wide = [*SYNTHETIC, "model.hidden_size=512", "model.intermediate_size=1024", "train.sequence_length=64"]
     techniques, one = ["memory.techniques=[micro_batch,peft,quantization]"], ["train.micro_batch_size=1"]

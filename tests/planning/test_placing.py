@@ -99,6 +99,7 @@ precision: bf16
 """
 
 
+@pytest.mark.slow
 def test_a_frozen_base(model, tmp_path):
     """Trained adapters, their gradients and what is kept for backward are as without; the base has two places, forward and backward."""
     (tmp_path / "run.yaml").write_text(RUN.format(base=model))

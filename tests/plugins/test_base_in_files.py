@@ -99,6 +99,7 @@ def test_what_a_budget_keeps_in_memory(tmp_path: Path, monkeypatch: pytest.Monke
     assert asked("plan", FROM_FILES, f"offload.budget={whole - embedding}B").most["parameters"] == whole - embedding
 
 
+@pytest.mark.slow
 def test_a_search_comes_to_it_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a disk takes is not in its time: it serves where nothing else fits."""
     base_in(tmp_path, CONFIGS["llama"])
@@ -152,6 +153,7 @@ logger: csv
 """
 
 
+@pytest.mark.slow
 def test_a_teacher_stays_in_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_pair(tmp_path)
     monkeypatch.chdir(tmp_path)

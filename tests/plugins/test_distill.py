@@ -115,6 +115,7 @@ SMALLER = ("model.num_hidden_layers=1", "train.max_steps=3")
 
 
 @pytest.mark.parametrize("sharding", ["ddp", "fsdp", "{name: zero, stage: 2}", "{name: zero, stage: 3}"])
+@pytest.mark.slow
 def test_every_sharding_teaches_the_same(taught: Path, sharding: str) -> None:
     if "zero" in sharding:
         pytest.importorskip("deepspeed")

@@ -179,6 +179,7 @@ def test_without_torchao_the_extra_is_named(monkeypatch):
     assert inspection.missing_packages(FP8.packages) == 'needs torchao, which is not installed: pip install "fw[fp8]"'
 
 
+@pytest.mark.slow
 def test_checkpoints_pass_to_bf16_and_back(workspace):
     words = ["train.max_steps=6", "train.save_every=3", "launch.threads=1"]
     fw("train", "tiny.yaml", "precision=fp8", *words, "train.run_dir=eight").ok()
