@@ -79,7 +79,7 @@ class _Server:
         if first.startswith("-") and first != "-c" and (first != "-m" or more[0] not in _MODULES):
             return False
         environment = os.environ if asked["env"] is None else asked["env"]
-        return _AS_FW_SETS | _read_while_loading(environment) == self._loaded_with and not _replaced(environment)
+        return _loaded_with(environment) == self._loaded_with and not _replaced(environment)
 
     def start(self, popen: Any, asked: dict[str, Any]) -> bool:
         """What Popen does to start a process: sets ``popen.pid``. False where the server has gone."""
@@ -122,6 +122,10 @@ def _adopting() -> Iterator[None]:
 
 def _read_while_loading(environment: Any) -> dict[str, str]:
     return {k: v for k, v in environment.items() if k.startswith(_READ_WHILE_LOADING) and k not in _READ_LATER}
+
+
+def _loaded_with(environment: Any) -> dict[str, str]:
+    return _AS_FW_SETS | _read_while_loading(environment)
 
 
 @contextmanager
@@ -190,7 +194,7 @@ def _start_server() -> _Server:
         ours.close()
         os.execve(command[0], command, _AS_FW_SETS | os.environ)
     theirs.close()
-    return _Server(ours, _AS_FW_SETS | _read_while_loading(os.environ))
+    return _Server(ours, _loaded_with(os.environ))
 
 
 # What follows runs in the server and in its children.
@@ -290,7 +294,7 @@ def _install_in_child() -> None:
         _be_server()
         _live(_serve(theirs))
         theirs.close()
-    _server = _Server(ours, _AS_FW_SETS | _read_while_loading(os.environ))
+    _server = _Server(ours, _loaded_with(os.environ))
     install()
 
 
