@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "again.h"
-#include "amx.h"
+#include "amx_rows.h"
 #include "panels.h"
 
 using namespace panels;
@@ -140,34 +140,6 @@ struct Widened {
 
 inline amx::Panel as_tiles(const uint16_t* panel, amx::Ring&) { return {(const char*)panel}; }
 inline Widened as_tiles(const int8_t* panel, amx::Ring& ring) { return {panel, ring}; }
-
-// f(first row, how many, their sums [rows, 32]) of all rows against one panel, of `words` rows and `bytes`.
-template <amx::Of OF, typename P, typename F>
-void by_tiles(const void* x, long x_step, const P& panel, long rows, long words, const char* at, long bytes, const char* next, F&& f) {
-    constexpr long ROWS = amx::ROWS, SIDE = amx::SIDE;
-    alignas(64) float sums[ROWS * PANEL];
-    const long steps = std::max<long>(1, words / SIDE), lines = (bytes + steps * 64 - 1) / (steps * 64);
-    const bool later = next && rows > ROWS;  // the first rows read the panel, those that follow fetch the one that comes next
-    amx::Tiles tiles(std::min(rows, ROWS));
-    for (long from = 0; from < rows; from += ROWS) {
-        const long here = std::min(ROWS, rows - from), half = from / ROWS - 1;
-        if (from && here < ROWS) tiles.shape(here);
-        const char* a = (const char*)x + from * x_step;
-        auto between = [&](long k) {
-            const long number = k / SIDE * lines * 64;
-            if (from == 0) {
-                for (long i = 0; i < lines; i++) _mm_prefetch(at + number + 2 * lines * 64 + i * 64, _MM_HINT_T0);
-            } else if (later && half < 2) {
-                for (long i = half; i < lines; i += 2) _mm_prefetch(next + number + i * 64, _MM_HINT_T1);
-            }
-        };
-        if (here > SIDE)
-            amx::product<OF, true, false>(a, x_step, panel, words, sums, PANEL * sizeof(float), here, between);
-        else
-            amx::product<OF, false, false>(a, x_step, panel, words, sums, PANEL * sizeof(float), here, between);
-        f(from, here, sums);
-    }
-}
 #endif
 
 // All rows against one panel, in tiles of equal size: the panel, which stays in the cache, is used for all of them before the next. Of
@@ -178,12 +150,10 @@ void against(const uint16_t* x, const W* panel, const float* scale, const float*
 #if defined(FW_AMX)
     if (amx::here) {
         amx::Ring ring;
-        by_tiles<amx::Of::BF16>(x, inputs * 2, as_tiles(panel, ring), rows, inputs / 2, (const char*)panel, PANEL * inputs * sizeof(W), next,
-                                [&](long from, long here, const float* sums) {
-                                    for (long r = 0; r < here; r++)
-                                        finish(loaded(sums + r * PANEL), loaded(sums + r * PANEL + LANES), scale, bias,
-                                               y + (from + r) * outputs, columns);
-                                });
+        amx::all_rows<amx::Of::BF16>(x, inputs * 2, as_tiles(panel, ring), rows, inputs / 2, (const char*)panel, PANEL * inputs * sizeof(W),
+                                     next, [&](long r, const float* sums) {
+                                         finish(loaded(sums), loaded(sums + LANES), scale, bias, y + r * outputs, columns);
+                                     });
         return;
     }
 #endif
@@ -375,20 +345,17 @@ void linear_w8a8(const uint16_t* x, const Layer* layers, long count, long rows, 
         int32_t sums[PANEL] = {};
         std::copy_n(of.sums + p * PANEL, columns, sums);
         const int8_t* panel = (const int8_t*)of.weight + p * PANEL * k4 * 4;
-        auto put = [&](long from, long here, const int32_t* counted) {
-            for (long r = from; r < from + here; r++, counted += PANEL) {
-                Lane halves[2];
-                for (int half = 0; half < 2; half++)
-                    halves[half] =
-                        __builtin_convertvector(bits(counted + half * LANES) - 128 * bits(sums + half * LANES), Lane) * of_row[r];
-                finish(halves[0], halves[1], of.scale + p * PANEL, of.bias ? of.bias + p * PANEL : nullptr,
-                       of.y + r * of.outputs + p * PANEL, columns);
-            }
+        auto put = [&](long r, const int32_t* counted) {
+            Lane halves[2];
+            for (int half = 0; half < 2; half++)
+                halves[half] = __builtin_convertvector(bits(counted + half * LANES) - 128 * bits(sums + half * LANES), Lane) * of_row[r];
+            finish(halves[0], halves[1], of.scale + p * PANEL, of.bias ? of.bias + p * PANEL : nullptr,
+                   of.y + r * of.outputs + p * PANEL, columns);
         };
 #if defined(FW_AMX)
         if (amx::here && rows > FEW_CODES) {  // sums of whole numbers are the same either way
-            by_tiles<amx::Of::CODES>(codes.data(), k4 * 4, amx::Panel{(const char*)panel}, rows, k4, (const char*)panel, PANEL * k4 * 4,
-                                     next, [&](long from, long here, const float* found) { put(from, here, (const int32_t*)found); });
+            amx::all_rows<amx::Of::CODES>(codes.data(), k4 * 4, amx::Panel{(const char*)panel}, rows, k4, (const char*)panel, PANEL * k4 * 4,
+                                          next, [&](long r, const float* found) { put(r, (const int32_t*)found); });
             return;
         }
 #endif
@@ -396,7 +363,7 @@ void linear_w8a8(const uint16_t* x, const Layer* layers, long count, long rows, 
         for (long t = 0; t < tiles; t++) {
             const long from = rows * t / tiles, to = rows * (t + 1) / tiles;
             count_left<MOST>(int(to - from), codes.data() + from * k4 * 4, k4, panel, found);
-            put(from, to - from, found);
+            for (long r = from; r < to; r++) put(r, found + (r - from) * PANEL);
         }
     });
 }
@@ -411,8 +378,8 @@ extern "C" void fw_linear(long kind, const uint16_t* x, const Layer* layers, lon
     constexpr void (*OF[])(const uint16_t*, const Layer*, long, long, long) = {
         linear_bf16, linear_w8, linear_w8a8, linear_plain, grouped::four_bits, grouped::eight_bits,
     };
-    // As many rows at a time as are still near when the next panel comes.
-    const long together = std::max(FEWEST, NEAR / (inputs * 2));
+    // As many rows at a time as are still near when the next panel comes, in whole tiles.
+    const long together = std::max(FEWEST, NEAR / (inputs * 2) / PANEL * PANEL);
     if (rows <= together) return OF[kind](x, layers, count, rows, inputs);
     std::vector<Layer> some(layers, layers + count);
     for (long from = 0; from < rows; from += together) {

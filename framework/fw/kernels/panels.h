@@ -46,8 +46,12 @@ inline void finish(Lane low, Lane high, const float* scale, const float* bias, u
     if (scale) low *= loaded(scale), high *= loaded(scale + LANES);
     if (bias) low += loaded(bias), high += loaded(bias + LANES);
     uint16_t* to = whole ? y : found;
+#if defined(__AVX512BF16__)
+    _mm512_storeu_si512(to, (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low));
+#else
     stored(to, low);
     stored(to + LANES, high);
+#endif
     if (!whole) std::copy_n(found, columns, y);
 }
 
