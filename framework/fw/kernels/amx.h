@@ -4,6 +4,7 @@
 // same order whatever the number of rows.
 #pragma once
 #include <algorithm>
+#include <array>
 #include <cstdint>
 #include <cstring>
 
@@ -36,14 +37,18 @@ public:
 
     // So many rows are multiplied from now on.
     void shape(long rows) {
+        const long first = std::min(rows, SIDE), second = rows - first;
+        shape({first, first, second, second, first, second, SIDE, SIDE}, {});
+    }
+
+    // Rows of each, and how many bytes they have where these are less than a whole row's.
+    void shape(const std::array<long, 8>& rows, const std::array<long, 8>& bytes) {
         struct alignas(64) {
             uint8_t palette = 1, start = 0, reserved[14] = {};
             uint16_t bytes[16] = {};
             uint8_t rows[16] = {};
         } all;
-        const long first = std::min(rows, SIDE), second = rows - first;
-        const long of[8] = {first, first, second, second, first, second, SIDE, SIDE};
-        for (int i = 0; i < 8; i++) all.rows[i] = uint8_t(of[i]), all.bytes[i] = of[i] ? TILE_BYTES : 0;
+        for (int i = 0; i < 8; i++) all.rows[i] = uint8_t(rows[i]), all.bytes[i] = uint16_t(!rows[i] ? 0 : bytes[i] ? bytes[i] : TILE_BYTES);
         settle();
         _tile_loadconfig(&all);
         settle();

@@ -5,54 +5,17 @@
 // gets depends neither on other sequences, nor on which tokens are computed with it, nor on how many processors there are.
 #include <algorithm>
 #include <cmath>
-#include <limits>
 #include <type_traits>
 #include <vector>
 
 #include "again.h"
-#include "lanes.h"
+#include "attention_tiles.h"
 #include "pool.h"
-#include "products.h"
 #include "rows.h"
 
-using namespace products;
+using namespace attention;
 
 namespace {
-
-constexpr long TILE = 64;  // query rows that share what is read
-constexpr float NONE = -std::numeric_limits<float>::infinity();
-
-struct Shape {
-    long heads, kv_heads, dim, group, row_bytes, block_size, table_stride, window, sinks;
-    float scale, softcap;
-
-    long groups() const { return heads / kv_heads; }
-    long lanes() const { return (dim + LANES - 1) / LANES; }
-    long first_of(long position) const { return window > 0 ? std::max<long>(0, position + 1 - window) : 0; }
-    long partial() const { return lanes() * LANES + LANES; }  // largest score, sum of weights, room; weighted values
-};
-
-struct Work {
-    std::vector<float> q, scores, found, state;
-    std::vector<Lane> keys, wide;
-    std::vector<uint8_t> zeros;  // a row that is not seen
-};
-
-struct Call {
-    const uint8_t *keys, *values;
-    const void* q;
-    void* out;
-    bool half;  // q and out are bfloat16
-    Shape s;
-};
-
-// Tokens of one sequence, at positions from `position` on, and one head of keys and values.
-struct Tile {
-    const int32_t* table;
-    long token, position, count, head;
-
-    long last() const { return position + count - 1; }
-};
 
 void load_queries(const Call& c, const Tile& tile, std::vector<float>& q) {
     const long groups = c.s.groups(), dim = c.s.dim, stride = c.s.lanes() * LANES;
@@ -64,44 +27,9 @@ void load_queries(const Call& c, const Tile& tile, std::vector<float>& q) {
     }
 }
 
-constexpr Bits COUNTED = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-
-// Weights of a row over a chunk of `count` positions in the place of its scores; those of positions that it does not see are 0.
-inline void weights_of(float* scores, long begin, long count, long first, long last, const Shape& s, float* found) {
-    const int upto = int(std::min(count, last + 1 - begin)), from = int(first - begin), sinks = int(std::max<long>(0, s.sinks - begin));
-    const long filled = (std::max(0, upto) + LANES - 1) / LANES * LANES;
-    if (s.softcap > 0)
-        for (long t = 0; t < filled; t++) scores[t] = s.softcap * std::tanh(scores[t] / s.softcap);
-    const Lane none = Lane{} + NONE;
-    Lane largest = none;
-    for (long t = 0; t < filled; t += LANES) {
-        const Bits at = COUNTED + int(t);
-        Lane of = loaded(scores + t);
-        of = (at < upto) & ((at >= from) | (at < sinks)) ? of : none;
-        stored(scores + t, of);
-        largest = largest < of ? of : largest;
-    }
-    float most = largest[0];
-    for (int l = 1; l < LANES; l++) most = std::max(most, largest[l]);
-    Lane total = {};
-    for (long t = 0; t < filled; t += LANES) {
-        const Lane of = loaded(scores + t);
-        Lane weight = exponential(of - most);
-        weight = of == none ? Lane{} : weight;
-        stored(scores + t, weight);
-        total += weight;
-    }
-    for (long t = filled; t < count; t++) scores[t] = 0;
-    found[0] = most, found[1] = added_up(total);
-}
-
-// f(its row among those of a head, position - begin) of positions from one on.
-template <typename F>
-inline void each_place(const Shape& s, const Tile& tile, long begin, long count, F&& f) {
-    for (long t = 0, block = begin / s.block_size, inside = begin % s.block_size; t < count; t++) {
-        f(((long(tile.table[block]) * s.kv_heads + tile.head) * s.block_size + inside) * s.row_bytes, t);
-        if (++inside == s.block_size) inside = 0, block++;
-    }
+template <typename Rows>
+bool by_tiles(const Call& c) {
+    return std::is_same_v<Rows, rows::BF16> && takes(c);
 }
 
 // What the rows of a tile get of the chunk that begins at `begin`, a part for each. `next` is the tile that comes next, from `next_begin`
@@ -109,30 +37,21 @@ inline void each_place(const Shape& s, const Tile& tile, long begin, long count,
 template <typename Rows>
 void attend_chunk(const Call& c, const Tile& tile, long begin, Work& work, float* found, const Tile* next, long next_begin) {
     constexpr bool KEPT = std::is_same_v<Rows, rows::BF16>, WORDS = KEPT && NATIVE == LANES;
+#if defined(FW_AMX)
+    if (by_tiles<Rows>(c)) return attend_chunk_by_tiles(c, tile, begin, work, found, next, next_begin);
+#endif
     const Shape& s = c.s;
     const long groups = s.groups(), rows = tile.count * groups, lanes = s.lanes(), stride = lanes * LANES, partial = s.partial();
     const long count = std::min<long>(CHUNK, tile.last() + 1 - begin);
-    const long first = s.first_of(tile.position);  // of all rows; what only sinks are seen of is skipped
     work.scores.resize(rows * CHUNK);
     work.keys.resize(2 * stride);
     work.wide.resize(BLOCK * lanes);
     work.zeros.resize(s.row_bytes);
     for (long r = 0; r < rows; r++) std::fill_n(found + r * partial, partial, 0.0f);
-    auto unseen = [&](long from) { return begin + from + BLOCK <= first && begin + from >= s.sinks; };
-
-    Stream stream;
-    stream.row_bytes = s.row_bytes;
-    stream.padded = (count + BLOCK - 1) / BLOCK * BLOCK;
-    const uint8_t **keys = stream.row, **values = keys + stream.padded, **after = values + stream.padded;
     const uint8_t* zeros = work.zeros.data();
-    std::fill_n(keys, 2 * stream.padded + AHEAD, zeros);
-    each_place(s, tile, begin, count, [&](long place, long t) {
-        if (begin + t >= first || begin + t < s.sinks) keys[t] = c.keys + place, values[t] = c.values + place;
-    });
-    if (next) {
-        const long there = std::min<long>(AHEAD, next->last() + 1 - next_begin);
-        each_place(s, *next, next_begin, there, [&](long place, long t) { after[t] = c.keys + place; });
-    }
+    Stream stream;
+    name_rows(c, tile, begin, count, BLOCK, zeros, next, next_begin, stream);
+    const uint8_t **keys = stream.row, **values = keys + stream.padded;
     auto widen = [&](const uint8_t* row, Lane* to) {
         row != zeros ? Rows::widen(row, s.dim, s.group, to) : void(std::fill_n(to, lanes, Lane{}));
     };
@@ -140,7 +59,7 @@ void attend_chunk(const Call& c, const Tile& tile, long begin, Work& work, float
     stream.fetch(0, std::min<long>(AHEAD, stream.padded));
     const long some = BLOCK / std::min<long>(BLOCK, 2 * lanes);  // rows that are fetched with each square of numbers
     for (long from = 0; from < count; from += BLOCK) {
-        if (unseen(from)) {  // masked below
+        if (unseen(s, tile, begin + from, BLOCK)) {  // masked below
             stream.fetch(from + AHEAD, BLOCK);
             for (long r = 0; r < rows; r++) std::fill_n(work.scores.data() + r * CHUNK + from, BLOCK, 0.0f);
             continue;
@@ -173,7 +92,7 @@ void attend_chunk(const Call& c, const Tile& tile, long begin, Work& work, float
     }
     for (long from = 0; from < count; from += BLOCK) {
         const long coming = stream.padded + from + AHEAD;
-        if (unseen(from)) {
+        if (unseen(s, tile, begin + from, BLOCK)) {
             stream.fetch(coming, BLOCK);
             continue;
         }
@@ -259,7 +178,7 @@ void attend(const Call& c, const int32_t* tables, const int32_t* starts, const i
     pool::each(long(parts.size()), [&](long i) {
         thread_local Work work;
         const Tile& tile = tiles[parts[i].tile];
-        load_queries(c, tile, work.q);
+        if (!by_tiles<Rows>(c)) load_queries(c, tile, work.q);
         if (parts[i].begin >= 0) {
             const Part* next = i + threads < long(parts.size()) ? &parts[i + threads] : nullptr;
             attend_chunk<Rows>(c, tile, parts[i].begin, work, found.data() + i * groups * partial, next ? &tiles[next->tile] : nullptr,

@@ -1,0 +1,191 @@
+// Attention to blocks in bfloat16 by tiles of AMX: keys are multiplied as they lie, sixteen positions by up to sixteen queries; weights are
+// rounded to bfloat16, as what values are multiplied by. Sums are taken in fp32, in the same order whatever is computed together.
+#pragma once
+#include <algorithm>
+#include <cstring>
+
+#include "amx.h"
+#include "attention.h"
+
+namespace attention {
+
+#if defined(FW_AMX)
+
+constexpr long SIDE = amx::SIDE, GROUP = 4 * SIDE, PAIRED = 2 * SIDE;  // positions whose scores, and whose values, are computed at once
+constexpr long SQUARE = SIDE * 2 * SIDE;                               // numbers of bfloat16 in a tile
+
+inline bool takes(const Call& c) { return amx::here && c.half && c.s.dim % PAIRED == 0; }
+
+// Queries of a tile, sixteen at a time as columns: [⌈rows/16⌉, dim/32, 16, 16, 2]; those that are not there are zeros.
+inline void queries_as_columns(const Call& c, const Tile& tile, uint16_t* to) {
+    const long groups = c.s.groups(), dim = c.s.dim, rows = tile.count * groups;
+    for (long begin = 0; begin < rows; begin += SIDE)
+        for (long h = 0; h < dim; h += PAIRED, to += SQUARE) {
+            __m512i square[SIDE];
+            for (long i = 0; i < SIDE; i++) {
+                const long r = begin + i, at = ((tile.token + r / groups) * c.s.heads + tile.head * groups + r % groups) * dim + h;
+                square[i] = r < rows ? _mm512_loadu_si512((const uint16_t*)c.q + at) : _mm512_setzero_si512();
+            }
+            turn(square);
+            for (long i = 0; i < SIDE; i++) _mm512_store_si512(to + i * PAIRED, square[i]);
+        }
+}
+
+// Where sixteen rows lie one behind another: in the cache, or copied.
+inline const char* together(const uint8_t* const* rows, long bytes, char* copy) {
+    bool as_they_lie = true;
+    for (long i = 1; i < SIDE; i++) as_they_lie &= rows[i] == rows[0] + i * bytes;
+    if (as_they_lie) return (const char*)rows[0];
+    for (long i = 0; i < SIDE; i++) std::memcpy(copy + i * bytes, rows[i], bytes);
+    return copy;
+}
+
+// Of sixteen positions' scores by query, [16, 16], those of some queries by position, times `scale`.
+inline void scores_by_query(const float* found, long queries, float scale, float* to) {
+    const __m512 by = _mm512_set1_ps(scale);
+    if (queries <= 4) {
+        const __m512i column = _mm512_slli_epi32(_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15), 4);
+        for (long q = 0; q < queries; q++) _mm512_storeu_ps(to + q * CHUNK, _mm512_mul_ps(_mm512_i32gather_ps(column, found + q, 4), by));
+        return;
+    }
+    __m512i square[SIDE];
+    for (long i = 0; i < SIDE; i++) square[i] = _mm512_load_si512(found + i * SIDE);
+    turn(square);
+    for (long q = 0; q < queries; q++) _mm512_storeu_ps(to + q * CHUNK, _mm512_mul_ps((__m512)square[q], by));
+}
+
+// Values of 32 positions in pairs of neighbours: [dim/16, 16, 16, 2], numbers of each 32 in the order in which registers are unpacked.
+inline void values_in_pairs(const uint8_t* const* rows, long dim, uint16_t* to) {
+    for (long pair = 0; pair < SIDE; pair++)
+        for (long h = 0; h < dim; h += PAIRED) {
+            const __m512i first = _mm512_loadu_si512(rows[2 * pair] + 2 * h), second = _mm512_loadu_si512(rows[2 * pair + 1] + 2 * h);
+            uint16_t* at = to + h / SIDE * SQUARE + pair * PAIRED;
+            _mm512_store_si512(at, _mm512_unpacklo_epi16(first, second));
+            _mm512_store_si512(at + SQUARE, _mm512_unpackhi_epi16(first, second));
+        }
+}
+
+// Sums of 32 numbers back in their order.
+inline void in_order(float* sums) {
+    const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+    const __m512i second = _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
+    const __m512 low = _mm512_loadu_ps(sums), high = _mm512_loadu_ps(sums + SIDE);
+    _mm512_storeu_ps(sums, _mm512_permutex2var_ps(low, first, high));
+    _mm512_storeu_ps(sums + SIDE, _mm512_permutex2var_ps(low, second, high));
+}
+
+inline void multiply(int sum) {
+    switch (sum) {
+        case 0: _tile_dpbf16ps(0, 4, 6); break;
+        case 1: _tile_dpbf16ps(1, 4, 6); break;
+        case 2: _tile_dpbf16ps(2, 4, 6); break;
+        default: _tile_dpbf16ps(3, 4, 6);
+    }
+}
+
+// As attend_chunk of attention.cpp, of rows in bfloat16.
+inline void attend_chunk_by_tiles(const Call& c, const Tile& tile, long begin, Work& work, float* found, const Tile* next, long next_begin) {
+    const Shape& s = c.s;
+    const long groups = s.groups(), rows = tile.count * groups, dim = s.dim, partial = s.partial();
+    const long count = std::min<long>(CHUNK, tile.last() + 1 - begin), padded = (count + PAIRED - 1) / PAIRED * PAIRED;
+    const long row_tiles = (rows + SIDE - 1) / SIDE, widths = dim / PAIRED;
+    work.scores.resize(rows * CHUNK);
+    work.zeros.resize(s.row_bytes);
+    // Queries, weights [rows, CHUNK], values in pairs, sixteen keys for each of four, and their scores; a register's alignment before.
+    const long of_queries = row_tiles * widths * SQUARE, of_weights = row_tiles * SIDE * CHUNK, of_values = CHUNK * dim, of_keys = GROUP * dim;
+    work.by_tiles.resize(PAIRED + of_queries + of_weights + of_values + of_keys + 2 * GROUP * SIDE);
+    uint16_t* const queries = (uint16_t*)(((uintptr_t)work.by_tiles.data() + 63) / 64 * 64);
+    uint16_t *const weights = queries + of_queries, *const values = weights + of_weights, *const copies = values + of_values;
+    float* const sums = (float*)(copies + of_keys);
+
+    Stream stream;
+    name_rows(c, tile, begin, count, GROUP, work.zeros.data(), next, next_begin, stream);
+    const uint8_t **key = stream.row, **value = key + stream.padded;
+    queries_as_columns(c, tile, queries);
+    amx::Tiles tiles;
+    const long columns = std::min(rows, SIDE) * long(sizeof(float));
+    tiles.shape({SIDE, SIDE, SIDE, SIDE, SIDE, 0, SIDE, 0}, {columns, columns, columns, columns, 0, 0, columns, 0});
+    stream.fetch(0, std::min<long>(AHEAD, stream.padded));
+    for (long from = 0; from < count; from += GROUP) {
+        if (unseen(s, tile, begin + from, GROUP)) {  // masked below
+            stream.fetch(from + AHEAD, GROUP);
+            for (long r = 0; r < rows; r++) std::fill_n(work.scores.data() + r * CHUNK + from, GROUP, 0.0f);
+            continue;
+        }
+        const long blocks = std::min<long>(4, (count - from + SIDE - 1) / SIDE);
+        const char* at[4];
+        for (long b = 0; b < blocks; b++) at[b] = together(key + from + b * SIDE, s.row_bytes, (char*)(copies + b * SIDE * dim));
+        amx::settle();
+        for (long t = 0; t < row_tiles; t++) {
+            _tile_zero(0);
+            _tile_zero(1);
+            _tile_zero(2);
+            _tile_zero(3);
+            for (long w = 0; w < widths; w++) {
+                _tile_loadd(6, queries + (t * widths + w) * SQUARE, 64);
+                for (long b = 0; b < 4; b++) {
+                    if (t == 0) stream.fetch(from + AHEAD + (w * 4 + b) * SIDE / widths, SIDE / widths);
+                    if (b >= blocks) continue;
+                    _tile_loadd(4, at[b] + w * 64, s.row_bytes);
+                    multiply(int(b));
+                }
+            }
+            _tile_stored(0, sums, 64);
+            _tile_stored(1, sums + SIDE * SIDE, 64);
+            _tile_stored(2, sums + 2 * SIDE * SIDE, 64);
+            _tile_stored(3, sums + 3 * SIDE * SIDE, 64);
+            amx::settle();
+            const long here = std::min(SIDE, rows - t * SIDE);
+            for (long b = 0; b < blocks; b++)
+                scores_by_query(sums + b * SIDE * SIDE, here, s.scale, work.scores.data() + t * SIDE * CHUNK + from + b * SIDE);
+        }
+    }
+    for (long r = 0; r < rows; r++) {
+        const long position = tile.position + r / groups;
+        float* of = work.scores.data() + r * CHUNK;
+        weights_of(of, begin, count, s.first_of(position), position, s, found + r * partial);
+        std::fill_n(of + count, padded - count, 0.0f);
+        for (long t = 0; t < padded; t += PAIRED)
+            _mm512_store_si512(weights + r * CHUNK + t, (__m512i)_mm512_cvtne2ps_pbh(_mm512_loadu_ps(of + t + SIDE), _mm512_loadu_ps(of + t)));
+    }
+    for (long from = 0; from < padded; from += PAIRED) {
+        stream.fetch(stream.padded + from + AHEAD, PAIRED);
+        if (!unseen(s, tile, begin + from, PAIRED)) values_in_pairs(value + from, dim, values + from * dim);
+    }
+    const long together = std::min(rows, SIDE);
+    tiles.shape({together, together, together, together, together, 0, SIDE, 0}, {});
+    for (long t = 0; t < row_tiles; t++)
+        for (long h = 0; h < dim; h += 4 * SIDE) {
+            const int wide = int(std::min<long>(4, (dim - h) / SIDE));
+            _tile_zero(0);
+            _tile_zero(1);
+            _tile_zero(2);
+            _tile_zero(3);
+            for (long from = 0; from < padded; from += PAIRED) {
+                if (unseen(s, tile, begin + from, PAIRED)) continue;
+                _tile_loadd(4, weights + t * SIDE * CHUNK + from, CHUNK * 2);
+                for (int i = 0; i < wide; i++) {
+                    _tile_loadd(6, values + from * dim + (h / SIDE + i) * SQUARE, 64);
+                    multiply(i);
+                }
+            }
+            _tile_stored(0, sums, 256);
+            _tile_stored(1, sums + SIDE, 256);
+            _tile_stored(2, sums + 2 * SIDE, 256);
+            _tile_stored(3, sums + 3 * SIDE, 256);
+            amx::settle();
+            for (long r = 0; r < std::min(SIDE, rows - t * SIDE); r++) {
+                float *of = sums + r * 4 * SIDE, *to = found + (t * SIDE + r) * partial + LANES + h;
+                for (int i = 0; i < wide; i += 2) in_order(of + i * SIDE);
+                std::memcpy(to, of, wide * SIDE * sizeof(float));
+            }
+        }
+}
+
+#else
+
+inline bool takes(const Call&) { return false; }
+
+#endif
+
+}  // namespace attention
