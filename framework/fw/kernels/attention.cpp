@@ -137,12 +137,16 @@ void begin_state(float* state, long partial) {
 void put_out(const Call& c, const Tile& tile, long row, const float* state) {
     const long groups = c.s.groups();
     const long to = ((tile.token + row / groups) * c.s.heads + tile.head * groups + row % groups) * c.s.dim;
-    for (long h = 0; h < c.s.dim; h++) {
-        const float value = state[LANES + h] / state[1];
+    for (long h = 0; h < c.s.dim; h += LANES) {
+        const Lane value = loaded(state + LANES + h) / state[1];
+        alignas(64) uint8_t room[LANES * sizeof(float)];  // a head may end amid a register
+        const bool whole = h + LANES <= c.s.dim;
+        uint8_t* const at = (uint8_t*)c.out + (to + h) * (c.half ? sizeof(uint16_t) : sizeof(float));
         if (c.half)
-            put((uint16_t*)c.out + to + h, value);
+            stored((uint16_t*)(whole ? at : room), value);
         else
-            put((float*)c.out + to + h, value);
+            stored((float*)(whole ? at : room), value);
+        if (!whole) std::memcpy(at, room, (c.s.dim - h) * (c.half ? sizeof(uint16_t) : sizeof(float)));
     }
 }
 

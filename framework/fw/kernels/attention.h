@@ -59,14 +59,15 @@ inline void weights_of(float* scores, long begin, long count, long first, long l
     const Lane none = Lane{} + NONE;
     Lane largest = none;
     for (long t = 0; t < filled; t += LANES) {
-        const Bits at = COUNTED + int(t);
         Lane of = loaded(scores + t);
-        of = (at < upto) & ((at >= from) | (at < sinks)) ? of : none;
-        stored(scores + t, of);
+        if (t < from || t + LANES > upto) {
+            const Bits at = COUNTED + int(t);
+            of = (at < upto) & ((at >= from) | (at < sinks)) ? of : none;
+            stored(scores + t, of);
+        }
         largest = largest < of ? of : largest;
     }
-    float most = largest[0];
-    for (int l = 1; l < LANES; l++) most = std::max(most, largest[l]);
+    const float most = largest_of(largest);
     Lane total = {};
     for (long t = 0; t < filled; t += LANES) {
         const Lane of = loaded(scores + t);

@@ -79,6 +79,14 @@ static inline float added_up(Lane x) {
     return x[0] + x[1];
 }
 
+static inline float largest_of(Lane x) {
+    auto larger = [](Lane a, Lane b) { return a < b ? b : a; };
+    x = larger(x, picked<8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7>(x, x));
+    x = larger(x, picked<4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11>(x, x));
+    x = larger(x, picked<2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13>(x, x));
+    return x[0] < x[1] ? x[1] : x[0];
+}
+
 // e^x for x of at most 88: 2^n · 2^f with a polynomial for 2^f, |f| ≤ 1/2, right to 3e-7 of the value.
 static inline Lane exponential(Lane x) {
     x *= 1.44269504f;
