@@ -50,10 +50,6 @@ static inline void stored(float* at, Lane value) { std::memcpy(at, &value, sizeo
 
 // To the nearest, ties to even; not-a-number stays so.
 static inline void stored(uint16_t* at, Lane value) {
-#if defined(__AVX512BF16__)
-    _mm256_storeu_si256((__m256i*)at, (__m256i)_mm512_cvtneps_pbh((__m512)value));
-    return;
-#endif
     Wide bits = (Wide)value;
     Wide rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
     Halves halves = __builtin_convertvector(value == value ? rounded : ((bits >> 16) | 0x40), Halves);
