@@ -6,12 +6,15 @@ import pytest
 import torch
 
 from fw.kernels import attention
+from fw.kernels.build import NotCompiled, library
+from fw.kernels.calls import Kernel
 from fw.kinds.kv_cache import KVNeeds, Stretch
 from fw.kinds.model import KVShape
 from fw_plugins.kv_cache import in_blocks
 from fw_plugins.kv_cache.blocks import BlockPool
 from fw_plugins.kv_cache.in_blocks import Bounds, CacheInBlocks
 from fw_plugins.kv_cache.keeping import Float8, Int4, Int8, Plain
+from kernels.flags import NO_TILES
 
 CPU = torch.device("cpu")
 LENGTHS = (1, 5, 255, 256, 257, 700, 3)
@@ -34,26 +37,34 @@ def expected(q_QNH, k_LKH, v_LKH, window, scale, softcap, sinks=0):
     return torch.einsum("nql,lnh->qnh", scores_NQL.softmax(-1), v_LNH)
 
 
-def cache_for(dtype, kv_heads, dim, window=None, keeping=None, bounds=None, lengths=LENGTHS):
-    pool = BlockPool(sum(-(-length // BLOCK) for length in lengths) + 3, BLOCK, reuse=bounds is None)
+def cache_for(dtype, kv_heads, dim, window=None, keeping=None, bounds=None, lengths=LENGTHS, block=BLOCK):
+    pool = BlockPool(sum(-(-length // block) for length in lengths) + 3, block, reuse=bounds is None)
     cache = CacheInBlocks(KVNeeds([KVShape(kv_heads, dim, window)], dtype, CPU, 0, 1024, 64), pool, keeping or Plain(dtype), bounds)
     for kept in (*cache._keys, *cache._values):
         kept.fill_(255)  # not a number; what nobody has written is never looked at
     return cache
 
 
-@pytest.fixture(params=["kernel", "operators"])
+@pytest.fixture(params=["kernel", "kernel without tiles", "operators"])
 def how(request, monkeypatch):
     if request.param == "operators":
         monkeypatch.setattr(in_blocks, "available", lambda *_: False)
     elif not attention.available(torch.float32, CPU):
         pytest.skip("no compiler")
+    if request.param == "kernel without tiles":
+        try:
+            library(*NO_TILES)
+        except NotCompiled as reason:
+            pytest.skip(str(reason))
+        for name in ("_ATTEND", "_KEEP"):
+            kernel = getattr(attention, name)
+            monkeypatch.setattr(attention, name, Kernel(kernel.name, kernel.arguments, NO_TILES))
     return request.param
 
 
 def same(how, found, other, dtype):
     """The kernel gives the same to the last bit."""
-    if how == "kernel":
+    if how != "operators":
         assert torch.equal(found, other)
     else:
         torch.testing.assert_close(found, other, rtol=0, atol=1e-5 if dtype == torch.float32 else 0.06)
@@ -116,6 +127,23 @@ def test_pieces_of_a_sequence(how, dtype, heads, kv_heads, dim, window, softcap)
     torch.testing.assert_close(whole.double(), right, rtol=0, atol=1e-5 if dtype == torch.float32 else 0.03)
     for pieces in ([200, 130], [7, 1, 1, 250, 17, 54], [255] + [1] * 75):
         same(how, in_pieces(cache, q_LNH, k_LKH, v_LKH, pieces, **settings), whole, dtype)
+
+
+@pytest.mark.parametrize("block", [16, 24])
+@pytest.mark.parametrize("heads, kv_heads, dim", [(4, 4, 32), (8, 2, 96), (40, 2, 64), (70, 1, 32)])
+@pytest.mark.parametrize("window, sinks", [(None, 0), (40, 0), (40, 5)])
+def test_blocks_whose_rows_lie_together(how, block, heads, kv_heads, dim, window, sinks):
+    """Sixteen rows are a tile as they lie, where a block is not at its end; of more heads than rows of a tile, several."""
+    torch.manual_seed(3)
+    length, dtype = 300, torch.bfloat16
+    q_LNH = (2 * torch.randn(length, heads, dim)).to(dtype)
+    k_LKH, v_LKH = torch.randn(2, length, kv_heads, dim).to(dtype)
+    bounds = Bounds(window, sinks) if sinks else None
+    cache = cache_for(dtype, kv_heads, dim, window, bounds=bounds, lengths=(2 * length,), block=block)
+    whole = in_pieces(cache, q_LNH, k_LKH, v_LKH, [length], scale=dim**-0.5)
+    right = expected(q_LNH, k_LKH, v_LKH, window, dim**-0.5, None, sinks)
+    torch.testing.assert_close(whole.double(), right, rtol=0, atol=0.03)
+    same(how, in_pieces(cache, q_LNH, k_LKH, v_LKH, [1, 230, *[1] * 69], scale=dim**-0.5), whole, dtype)
 
 
 @pytest.mark.parametrize("heads, kv_heads, dim", [(4, 4, 32), (6, 2, 20), (4, 1, 64)])

@@ -10,11 +10,7 @@ from fw.kernels import grouped, linear
 from fw.kernels.build import NotCompiled, library
 from fw.kernels.calls import Kernel
 from fw.kernels.room import Room
-
-HAS_AVX = torch.backends.cpu.get_cpu_capability().startswith("AVX")
-NO_TILES = ("-mno-amx-tile", "-mno-amx-bf16", "-mno-amx-int8") if HAS_AVX else ("-DFW_NO_TILES",)
-AVX2 = ("-mno-avx512f", "-mno-avx512bf16") if HAS_AVX else ("-DFW_AVX2",)
-ANY_PROCESSOR = ("-mno-avx",) if HAS_AVX else ("-DFW_ANY",)
+from kernels.flags import ANY_PROCESSOR, AVX2, NO_TILES
 
 
 @pytest.fixture(params=[(), NO_TILES, AVX2, ANY_PROCESSOR], ids=["this processor", "without tiles", "256 bits", "any processor"])

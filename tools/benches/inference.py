@@ -19,7 +19,7 @@ from statistics import median
 import torch
 
 from fw.meter.bandwidth import read_bandwidth
-from peers import measured, pythons
+from peers import Crashed, measured, pythons
 from random_llama import make
 
 HERE = Path(__file__).parent
@@ -62,7 +62,14 @@ def main() -> None:
             speeds.append(read_bandwidth(torch.device("cpu")))
             print(f"round {number + 1}: read bandwidth {speeds[-1] / 1e9:.1f} GB/s, load {os.getloadavg()[0]:.2f}", flush=True)
             for way in WAYS:
-                if (figures := measure(way, model, options)) is None:
+                try:
+                    figures = measure(way, model, options)
+                except Crashed as error:
+                    if WAYS[way][0] == "fw":
+                        raise SystemExit(str(error)) from None
+                    print(f"  {error}", flush=True)
+                    continue
+                if figures is None:
                     print(f"  {way}: not installed")
                     continue
                 for name, value in figures.items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -46,12 +47,22 @@ def printed(way: str, words: Sequence[str], variables: Mapping[str, str] | None 
     return figures
 
 
+class Crashed(Exception):
+    """A program was ended by a signal."""
+
+
 def measured(way: str, script: Path, words: Sequence[str], peers: Sequence[str]) -> dict[str, float] | None:
-    """What a script prints; None where no Python has its program. Ends the process where it fails."""
+    """What a script prints; None where no Python has its program. Ends the process where it fails.
+
+    Raises:
+        Crashed: it was ended by a signal, which is the program's own fault, and nothing is known of the others.
+    """
     for python in [sys.executable, *peers]:
         found = subprocess.run([python, str(script), *words], capture_output=True, text=True, check=False)
         if found.returncode == NOT_INSTALLED:
             continue
+        if found.returncode < 0:
+            raise Crashed(f"{way}: crashed ({signal.Signals(-found.returncode).name})")
         if found.returncode:
             sys.exit(f"{way}: {found.stderr.strip()[-2000:]}")
         figures: dict[str, float] = json.loads(found.stdout.splitlines()[-1])

@@ -226,21 +226,29 @@ void numbers_of(const uint8_t* codes, const uint16_t* table, long count, uint16_
 
 constexpr long FEW = 2 * MOST;  // rows for which codes are made into numbers as they are needed, each time
 
+float sum_of(const uint16_t* x, long count) {
+    Lane many = {};
+    long k = 0;
+    for (; k + LANES <= count; k += LANES) many += loaded(x + k);
+    float sum = added_up(many);
+    for (; k < count; k++) sum += from_bf16(x[k]);
+    return sum;
+}
+
 // Codes of 8 bits, or of 4, two neighbours in a byte; with a scale, and mostly an offset, for each output and group of inputs.
 template <bool FOUR>
 void linear(const uint16_t* x, const Layer* layers, long count, long rows, long inputs) {
     // Sums of x over the groups that layers have.
     std::vector<std::vector<float>> sums(count);
+    const long together = std::max<long>(1, (1 << 14) / inputs);
     for (long l = 0; l < count; l++) {
         if (!layers[l].offset) continue;
         const long group = layers[l].group, groups = inputs / group;
         sums[l].resize(rows * groups);
-        for (long r = 0; r < rows; r++)
-            for (long g = 0; g < groups; g++) {
-                float sum = 0;
-                for (long k = g * group; k < (g + 1) * group; k++) sum += from_bf16(x[r * inputs + k]);
-                sums[l][r * groups + g] = sum;
-            }
+        pool::each((rows + together - 1) / together, [&](long piece) {
+            for (long i = piece * together * groups; i < std::min(rows, (piece + 1) * together) * groups; i++)
+                sums[l][i] = sum_of(x + i * group, group);
+        });
     }
     each_panel(layers, count, PANEL * inputs / (FOUR ? 2 : 1), [&](const Layer& of, long p, int columns, const char*) {
         const long at = p * PANEL * (inputs / of.group);
