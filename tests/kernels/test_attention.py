@@ -139,7 +139,7 @@ def test_blocks_whose_rows_lie_together(how, block, heads, kv_heads, dim, window
     q_LNH = (2 * torch.randn(length, heads, dim)).to(dtype)
     k_LKH, v_LKH = torch.randn(2, length, kv_heads, dim).to(dtype)
     bounds = Bounds(window, sinks) if sinks else None
-    cache = cache_for(dtype, kv_heads, dim, window, bounds=bounds, lengths=(2 * length,), block=block)
+    cache = cache_for(dtype, kv_heads, dim, None if sinks else window, bounds=bounds, lengths=(2 * length,), block=block)
     whole = in_pieces(cache, q_LNH, k_LKH, v_LKH, [length], scale=dim**-0.5)
     right = expected(q_LNH, k_LKH, v_LKH, window, dim**-0.5, None, sinks)
     torch.testing.assert_close(whole.double(), right, rtol=0, atol=0.03)
