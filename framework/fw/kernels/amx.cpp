@@ -1,3 +1,4 @@
+// Asking the system for the registers of AMX.
 #include "amx.h"
 
 #if defined(FW_AMX)

@@ -152,8 +152,8 @@ inline void attend_chunk_by_tiles(const Call& c, const Tile& tile, long begin, W
         stream.fetch(stream.padded + from + AHEAD, PAIRED);
         if (!unseen(s, tile, begin + from, PAIRED)) values_in_pairs(value + from, dim, values + from * dim);
     }
-    const long together = std::min(rows, SIDE);
-    tiles.shape({together, together, together, together, together, 0, SIDE, 0}, {});
+    const long least = std::min(rows, SIDE);  // of rows that are multiplied at once
+    tiles.shape({least, least, least, least, least, 0, SIDE, 0}, {});
     for (long t = 0; t < row_tiles; t++)
         for (long h = 0; h < dim; h += 4 * SIDE) {
             const int wide = int(std::min<long>(4, (dim - h) / SIDE));
