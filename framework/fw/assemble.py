@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fw.averaging import AveragedWeights
 from fw.checkpointing.elsewhere import HOST_SHARE, Elsewhere, allocate, announce, announced, check_host, choose_elsewhere
 from fw.checkpointing.in_files import bring_ahead, frozen_in_files
-from fw.checkpointing.placement import initialise, local_part, quantizing
+from fw.checkpointing.placement import fill_from_base, initialise, local_part, quantizing
 from fw.checkpointing.quantized_files import quantization_for, weights_of
 from fw.checkpointing.streaming import expect, stream
 from fw.checkpointing.tensor_files import ADAPTER, TensorFiles, adapter_for, weights_for
@@ -327,11 +327,14 @@ def values(model: CausalLM, seed: int, checkpoint: Reader | None, weights: Path 
         trained = adapter_for(TensorFiles(adapters.weights, ADAPTER), model)
     else:
         trained = _begun(model, adapters, seed)
-    own = set(adapters.added) if checkpoint is None and adapters.weights is None else set(adapters.tensors)
+    begins = checkpoint is None and adapters.weights is None
+    own, computed = set(adapters.added) if begins else set(adapters.tensors), adapters.from_base.keys()
 
     def give(tensors: Mapping[str, Tensor]) -> None:
-        base({name: tensor for name, tensor in tensors.items() if name not in own})
+        base({name: tensor for name, tensor in tensors.items() if name not in own | computed})
         trained({name: tensor for name, tensor in tensors.items() if name in own})
+        if not begins:
+            fill_from_base(model, tensors)
 
     return give
 
@@ -356,12 +359,8 @@ def _begun(model: CausalLM, adapters: Adapters, seed: int) -> Give:
     draw = _drawn(adapters.added.__getitem__, seed)
 
     def give(tensors: Mapping[str, Tensor]) -> None:
-        draw({name: tensor for name, tensor in tensors.items() if name not in adapters.norms})
-        base = model.stored()
-        with torch.no_grad():
-            for name, norms in adapters.norms.items():
-                if name in tensors:
-                    tensors[name].detach().copy_(norms(base[norms.weight]))
+        draw({name: tensor for name, tensor in tensors.items() if name not in adapters.from_base})
+        fill_from_base(model, tensors, seed, all_of_them=True)
 
     return give
 

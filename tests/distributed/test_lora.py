@@ -32,6 +32,9 @@ ONE = {
     "bank": ["peft={name: hf_peft, type: VBLORA, config: {r: 4, num_vectors: 16, vector_length: 8}}"],
     "columns": ["peft={name: hf_peft, type: DELORA, config: {r: 4}}"],
     "entries": ["peft={name: hf_peft, type: SHIRA, config: {r: 4}}"],
+    "decomposed": ["peft={name: hf_peft, type: PSOFT, config: {r: 4}}"],
+    "places": ["peft={name: hf_peft, type: SUPERTUNING, config: {sparsity: 0.9, save_precomputed_indices: false}}"],
+    "own": ["peft={name: hf_peft, type: LN_TUNING}"],
     "norms": ["peft={name: hf_peft, type: LORA, config: {r: 4, use_dora: true}}"],
 }
 """What is divided; the first of a cell's words that is here says which."""
@@ -74,6 +77,13 @@ CELLS: dict[str, list[str]] = {
     "columns fsdp": ["sharding=fsdp"],
     "entries fsdp": ["sharding=fsdp"],
     "entries zero 2": ["sharding=zero", "sharding.stage=2"],
+    "decomposed fsdp": ["sharding=fsdp"],
+    "decomposed zero 2": ["sharding=zero", "sharding.stage=2"],
+    "places ddp": ["sharding=ddp"],
+    "places fsdp": ["sharding=fsdp"],
+    "places zero 2": ["sharding=zero", "sharding.stage=2"],
+    "own fsdp tensor 2": ["sharding=fsdp", "sharding.tensor=2", "train.micro_batch_size=4"],
+    "own zero 3": ["sharding=zero", "sharding.stage=3"],
     "lora zero 3": ["sharding=zero", "sharding.stage=3"],
     "lora zero 3, on the host": ["sharding=zero", "sharding.stage=3", "offload.optimizer=cpu", "offload.params=cpu"],
 }

@@ -68,6 +68,8 @@ CASES = {
     "keys and values of virtual tokens": ["peft={name: prefix, tokens: 5}", "precision=bf16", "train.micro_batch_size=2"],
     "peft's own": ["peft={name: hf_peft, type: LOHA, config: {r: 4}}", "precision=bf16"],
     "peft's own, with buffers": ["peft={name: hf_peft, type: OFT, config: {oft_block_size: 8}}", "precision=bf16"],
+    "peft's own, from weights": ["peft={name: hf_peft, type: SUPERTUNING, config: {sparsity: 0.9, r: 4, lora_alpha: 8}}", "precision=bf16"],
+    "norms alone": ["peft={name: hf_peft, type: LN_TUNING}", "precision=bf16"],
     "nf4, lora, bf16": ["quantization=nf4", "peft={name: lora, rank: 4}", "precision=bf16"],
     "nf4 in fp32, lora, bf16": ["quantization={name: nf4, compute_dtype: fp32}", "peft={name: lora, rank: 4}", "precision=bf16"],
     "fp4, lora, full": ["quantization={name: fp4, double_quantization: false}", "peft={name: lora, rank: 4}", "activation=full"],

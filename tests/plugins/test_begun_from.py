@@ -47,6 +47,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"peft_type": "DEFT", "r": 4},
         {"name": "hf_peft", "type": "DEFT", "config": {"r": 4, "target_modules": TARGETS}},
     ),
+    "PSOFT": (  # of which a file holds less than there is
+        {"peft_type": "PSOFT", "r": 4, "ab_svd_init": "pissa_init"},
+        {"name": "hf_peft", "type": "PSOFT", "config": {"r": 4, "ab_svd_init": "pissa_init", "target_modules": TARGETS}},
+    ),
     "OFT": (
         {"peft_type": "OFT", "oft_block_size": 8, "use_cayley_neumann": False},
         {"name": "hf_peft", "type": "OFT", "config": {"oft_block_size": 8, "use_cayley_neumann": False, "target_modules": TARGETS}},

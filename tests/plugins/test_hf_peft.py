@@ -47,6 +47,10 @@ METHODS: dict[str, dict[str, Any]] = {
     "DELORA": {"r": 4},
     "GLORA": {"r": 4},
     "SHIRA": {"r": 4},
+    "BOFT": {"boft_block_size": 8},
+    "PSOFT": {"r": 4},
+    "SUPERTUNING": {"sparsity": 0.9, "r": 2, "lora_alpha": 4},
+    "IA3": {"feedforward_modules": ["up_proj"]},
     "LORA": {"r": 4, "init_lora_weights": "orthogonal"},
 }
 
@@ -55,7 +59,7 @@ def section(method: str, **options: Any) -> dict[str, Any]:
     return {"name": "hf_peft", "type": method, "config": {"target_modules": TARGETS, **METHODS.get(method, {}), **options}}
 
 
-@pytest.mark.parametrize("method", [name for name in METHODS if name != "LORA"])
+@pytest.mark.parametrize("method", [name for name in METHODS if name not in ("LORA", "IA3")])
 def test_an_adapter_of_peft_gives_the_same_logits_and_gradients(tmp_path: Path, method: str) -> None:
     base = base_in(tmp_path, BASES["qwen2" if method in ("LOHA", "HRA") else "llama"])
     options = peft.get_peft_config({"peft_type": method, "task_type": "CAUSAL_LM", "target_modules": TARGETS, **METHODS[method]})
@@ -118,6 +122,57 @@ def test_generated_tokens_are_those_of_peft(tmp_path: Path, monkeypatch: pytest.
     theirs = peft.PeftModel.from_pretrained(base, checkpoint(tmp_path)).eval()
     expected = theirs.generate(input_ids=IDS[:1], max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0)
     assert list(found[0].token_ids) == expected[0, IDS.shape[1] :].tolist()
+
+
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        ("PSOFT", {"psoft_svd": "lowrank", "random_seed": 3, "psoft_orth": False}),
+        ("SUPERTUNING", {"save_precomputed_indices": False}),
+        ("SUPERTUNING", {"select_top": False, "r": None, "lora_alpha": None}),
+        ("DEFT", {"para": False}),
+    ],
+)
+def test_what_is_taken_from_weights_is_what_peft_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, options: dict[str, Any]
+) -> None:
+    """At the beginning, when a run goes on, and wherever no file holds it."""
+    base = base_in(tmp_path, BASES["llama"])
+    for steps in (3, 6):
+        assert run(tmp_path, monkeypatch, section(method, **options), f"train.max_steps={steps}", "resume=auto") == 0
+    ours = fw.load_model(checkpoint(tmp_path))
+    with torch.no_grad():
+        found, untrained = ours(IDS), base(IDS).logits
+        theirs = peft.PeftModel.from_pretrained(base, checkpoint(tmp_path)).eval()
+        assert (found - theirs(IDS).logits).abs().max() < 1e-5
+    assert (found - untrained).abs().max() > 1e-4
+    again = run(tmp_path, monkeypatch, section(method, **options), "train.max_steps=6", "train.run_dir=straight", "train.save_every=6")
+    assert again == 0
+    straight = load_file(tmp_path / "straight" / "checkpoints" / "latest" / "adapter_model.safetensors")
+    assert all(torch.equal(straight[name], each) for name, each in load_file(checkpoint(tmp_path) / "adapter_model.safetensors").items())
+
+
+@pytest.mark.parametrize(("method", "options"), [("DEFT", {"para": False}), ("PSOFT", {}), ("SUPERTUNING", {})])
+def test_what_begins_from_weights_changes_nothing_at_the_beginning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, options: dict[str, Any]
+) -> None:
+    """DEFT projects weights along random directions and adds what is lost by that."""
+    base = base_in(tmp_path, BASES["llama"])
+    assert run(tmp_path, monkeypatch, section(method, **options), "optimizer.lr=0") == 0
+    with torch.no_grad():
+        assert (fw.load_model(checkpoint(tmp_path))(IDS) - base(IDS).logits).abs().max() < 1e-5
+        theirs = peft.PeftModel.from_pretrained(base, checkpoint(tmp_path)).eval()
+        assert (theirs(IDS).logits - fw.load_model(tmp_path / "base")(IDS)).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("method", ["PSOFT", "SUPERTUNING"])
+def test_from_codes_there_is_nothing_to_take(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], method: str
+) -> None:
+    base_in(tmp_path, BASES["llama"])
+    assert run(tmp_path, monkeypatch, section(method), "quantization=nf4") == 2
+    says = f"{method} takes what it is from weights, of which model.layers.0.self_attn.q_proj keeps codes"
+    assert says in capsys.readouterr().err
 
 
 def test_values_at_the_beginning_are_those_of_the_seed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -293,21 +348,21 @@ def test_methods_that_know_none_transposed_are_refused(
         ("PREFIX_TUNING", {}, "no method of peft that changes layers"),
         ("LOHA", {"rang": 3}, "rang"),
         ("LILY", {"r": 4}, "LILY is not taken: what it computes of a token depends on all tokens of the batch, later ones among them"),
-        ("TINYLORA", {"r": 4}, "TINYLORA is not taken: it begins from the weights that it changes"),
+        ("TINYLORA", {"r": 4}, "TINYLORA is not taken: it factorizes the weights of all layers at once"),
         ("VBLORA", {"vector_length": 7}, "must be divisible by `vector_length` 7"),
         ("VBLORA", {"topk": 13}, "topk: 13 vectors are to be chosen of 12 (num_vectors)"),
         ("VERA", {"r": 0}, "peft cannot compute with these options (float division by zero); look for a zero"),
         ("VBLORA", {"save_only_topk_weights": True}, "save_only_topk_weights of VBLORA has no place here: such files can train no further"),
         ("PVERA", {"sample_at_inference": True}, "sample_at_inference of PVERA has no place here: one prompt would have many answers"),
         ("PVERA", {"generator_seed": 3}, "generator_seed of PVERA has no place here: a run that goes on would draw the same again"),
-        ("BOFT", {"boft_block_size": 4}, "BOFT is not taken: its layers are other ones where peft has compiled a kernel"),
+        ("BOFT", {"boft_n_butterfly_factor": 2}, "peft computes more factors than one by a kernel that it compiles for CUDA alone"),
         ("OFT", {"oft_block_size": 8, "coft": True}, "coft of OFT has no place here: it writes to its parameters in forward"),
         ("OFT", {"oft_block_size": 7}, "oft_block_size: 7 does not divide the 32 inputs of model.layers.0.self_attn.q_proj"),
         ("HRA", {"bias": "all"}, "bias has no place here"),
         ("LOHA", {"modules_to_save": ["lm_head"]}, "modules_to_save has no place here; use peft=lora"),
         ("LOHA", {"rank_pattern": {"q_prj": 2}}, "rank_pattern: 'q_prj' names none of the layers that are changed"),
         ("LOHA", {"layers_to_transform": [0, 2]}, "layers_to_transform: 2 is no block with layers that are changed"),
-        ("DEFT", {"para": False}, "DEFT with these options begins deft_R from the weights that it changes"),
+        ("PSOFT", {"r": 33}, "must be less than or equal to min(in_features, out_features)"),
         ("LORA", {"init_lora_weights": "pissa"}, "init_lora_weights: pissa looks at the base's weights or changes them"),
         ("LORA", {"init_lora_weights": "olora"}, "init_lora_weights: olora looks at the base's weights or changes them"),
         ("LORA", {"init_lora_weights": "eva"}, "init_lora_weights: eva looks at the base's weights or changes them"),

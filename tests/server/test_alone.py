@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import pickle
+import subprocess
 import threading
 from contextlib import closing
 from multiprocessing import Pipe
@@ -18,7 +20,7 @@ from fw.inference.options import Sampling
 from fw.inference.text import AnswerText
 from fw.server.engine import EngineProcess, Ticket
 from fw.server.errors import ApiError
-from fw.server.messages import Abort, Add, Begin, LoadAdapter
+from fw.server.messages import Abort, Add, Begin, LoadAdapter, Stepped
 from fw.server.settings import settings
 from fw.server.worker import Served
 from serving import make_model, serving, until
@@ -63,9 +65,8 @@ def _taken(served, **requests):
 def test_what_cannot_be_sent_fails_alone():
     """Of an engine whose process nobody needs: what it is told is read here."""
     ours, theirs = Pipe()
-    child = SimpleNamespace(
-        connection=ours, process=SimpleNamespace(pid=0, wait=lambda: 0), fate=lambda told: "ended", end=lambda patience: ours.close()
-    )
+    process = SimpleNamespace(pid=0, wait=lambda patience: 0)
+    child = SimpleNamespace(connection=ours, process=process, fate=lambda told: "ended", end=lambda patience: ours.close())
 
     async def ask():
         engine = EngineProcess(child, 0, lambda engine: None, lambda why: None)
@@ -87,6 +88,29 @@ def test_what_cannot_be_sent_fails_alone():
         assert (await asyncio.to_thread(theirs.recv)).key == "whole"
         theirs.close()
         await engine.close()
+
+    asyncio.run(ask())
+
+
+@pytest.mark.parametrize("said", [b"no message", b"", pickle.dumps(Stepped)[:-4]])
+def test_an_engine_that_cannot_be_understood_ends(monkeypatch, said):
+    """And whoever waits for it is told: nothing of what follows could be trusted. A message of no bytes reads as the end of all."""
+    monkeypatch.setattr("fw.server.engine._PATIENCE_S", 0.1)
+
+    async def ask():
+        ours, theirs = Pipe()
+        with closing(ours), closing(theirs), subprocess.Popen(["sleep", "600"]) as process:
+            gone = asyncio.Event()
+            child = SimpleNamespace(connection=ours, process=process, fate=lambda told: f"ended {process.poll()}")
+            engine = EngineProcess(child, 0, lambda engine: None, lambda why: gone.set())
+            ticket = Ticket(engine, "waits", 1)
+            engine.begin(ticket, Add("waits", [1], ASKED))
+            await asyncio.to_thread(theirs.send_bytes, said)
+            with pytest.raises(ApiError, match="engine has ended") as found:
+                await ticket.next()
+            assert found.value.status == 500
+            await gone.wait()
+            assert process.poll() == -9
 
     asyncio.run(ask())
 

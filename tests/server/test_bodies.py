@@ -8,7 +8,7 @@ import random
 import pytest
 from pydantic import ValidationError
 
-from fw.server.bodies import MOST_CONTAINERS, MOST_DEPTH, MOST_MEMBERS, check_shape, parse
+from fw.server.bodies import MOST_CONTAINERS, MOST_DEPTH, MOST_MEMBERS, MOST_VALUES, check_shape, parse
 from fw.server.errors import ApiError
 from fw.server.response_schemas import ResponseRequest
 from fw.server.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, EmbeddingRequest
@@ -62,6 +62,9 @@ def test_what_is_within_bounds_is_read_as_python_reads_it(seed):
         (_nested(10**6), "more than 100,000 lists and objects"),
         ("[" + "{}," * MOST_CONTAINERS + "1]", "more than 100,000 lists and objects"),
         ("{" + ",".join(f'"{n}":0' for n in range(MOST_MEMBERS + 1)) + "}", "more than 10,000 members"),
+        ("[" + "1," * MOST_VALUES + "1]", "more than 500,000 values"),
+        ("[" + '"",' * MOST_VALUES + "1]", "more than 500,000 values"),
+        ("[" + r'"\\",' * 4 * MOST_VALUES + "1]", "more than 500,000 values"),
         ('{"a": NaN}', "NaN"),
         ('{"a": [-Infinity]}', "-Infinity"),
         ('{"a": 1e400}', "beyond all bounds"),
@@ -86,6 +89,14 @@ def test_what_is_no_json_is_no_more_than_that():
             parse(body.encode())
     assert parse(rb'"\ud83d\ude00 \\ud800"') == "😀 \\ud800"
     check_shape(b'"' + b"[" * 10**6 + b'"')
+
+
+def test_as_many_values_as_may_be_are_read():
+    """Commas and quotation marks within strings are none."""
+    ids = [7] * MOST_VALUES
+    assert parse(json.dumps(ids).encode()) == ids
+    for text in ("," * 2 * MOST_VALUES, '",' * 5 * MOST_VALUES):
+        assert parse(json.dumps([text, 1]).encode()) == [text, 1]
 
 
 @pytest.mark.parametrize(

@@ -70,6 +70,7 @@ if TYPE_CHECKING:
     from fw.kinds.model import (
         Adapters as Adapters,
         CausalLM as CausalLM,
+        FromBase as FromBase,
         Give as Give,
         Head as Head,
         HFTensor as HFTensor,
@@ -156,7 +157,8 @@ _NAMES = {
     "fw.kinds.launcher": "LauncherPlugin Prepare Submitted",
     "fw.kinds.logger": "COLUMNS LoggerPlugin",
     "fw.kinds.model": (
-        "Adapters CausalLM Give HFTensor Head Init KVShape LinearHead ModelPlugin NormsOf Quantized Readout Rescaling Width positions"
+        "Adapters CausalLM FromBase Give HFTensor Head Init KVShape LinearHead ModelPlugin NormsOf Quantized Readout Rescaling Width"
+        " positions"
     ),
     "fw.kinds.objective": "Beside ObjectivePlugin",
     "fw.kinds.offload": "OffloadPlugin OffloadPolicy Tier",

@@ -81,6 +81,26 @@ def initialise(tensor: Tensor, name: str, init: Init, seed: int) -> None:
         local[row - where[0].start] = values.view(tensor.shape[1:])[columns]
 
 
+@torch.no_grad()
+def fill_from_base(model: CausalLM, tensors: Mapping[str, Tensor], seed: int = 0, all_of_them: bool = False) -> None:
+    """Of these tensors those that adapters take from weights of the base, which have their values; on all ranks alike.
+
+    Args:
+        all_of_them: at the beginning; else what no file holds.
+    """
+    if model.adapters is None or not model.adapters.from_base:
+        return
+    base = model.stored()
+    for name, of in model.adapters.from_base.items():
+        if name in tensors and (all_of_them or name not in model.adapters.tensors):
+            values = of(base[of.weight].detach(), seed)
+            if isinstance(values, DTensor):
+                tensors[name].detach().copy_(values)
+            else:
+                local, where = local_part(tensors[name])
+                local.copy_(values[where])
+
+
 def quantizing(give: Give, model: CausalLM, codes: Callable[[str], Mapping[str, Tensor] | None] = lambda name: None) -> Give:
     """What ``give`` fills, and codes for the weights that the model keeps as such: of these it fills one at a time, whole, which is gone
     when its codes are there. All that hold a weight must be given together.

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from fw.errors import UserError
 from fw.kinds.attention import AttentionPlugin
+from fw.kinds.from_base import FromBase as FromBase, NormsOf as NormsOf
 from fw.kinds.in_files import left_out
 from fw.kinds.tensor_plan import TensorPlan
 from fw.kinds.widths import Rescaling as Rescaling, Width as Width
@@ -121,18 +122,6 @@ class Quantized:
 
 
 @dataclass(frozen=True)
-class NormsOf:
-    """Of a weight ``[outputs, inputs]`` of the base, by its name: those of its rows, or with ``dim=0`` of its columns."""
-
-    weight: str
-    dim: int = 1
-
-    def __call__(self, weight_OI: Tensor) -> Tensor:
-        """``[outputs]`` or ``[inputs]``, in fp32."""
-        return torch.linalg.vector_norm(weight_OI.detach().float(), dim=self.dim)
-
-
-@dataclass(frozen=True)
 class Adapters:
     """What ``peft`` has made of a model: some parameters train, most of them added, and the others are a frozen base.
 
@@ -143,7 +132,7 @@ class Adapters:
         config: ``adapter_config.json``, but for the base's name.
         split: what tensor parallelism cuts of what was added, as :attr:`TensorPlan.split`.
         whole_layers_because: why tensor parallelism cannot divide the layers, as a clause; empty where it can.
-        norms: added parameters that begin as L2 norms of a weight of the base.
+        from_base: added parameters that come from a weight of the base: at the beginning, and where no file holds them, always.
         undecayed: of what was added, besides vectors, what weight decay must leave alone.
         weights: the adapter's directory that training begins from; None for initial values.
         fixed: buffers that the model did not have before, and what makes their values, on the host: of shapes and options alone.
@@ -156,7 +145,7 @@ class Adapters:
     split: Mapping[str, int] = field(default_factory=dict)
     weights: Path | None = None
     whole_layers_because: str = ""
-    norms: Mapping[str, NormsOf] = field(default_factory=dict)
+    from_base: Mapping[str, FromBase] = field(default_factory=dict)
     undecayed: frozenset[str] = frozenset()
     fixed: Mapping[str, Callable[[], Tensor]] = field(default_factory=dict)
     repeated: Mapping[str, str] = field(default_factory=dict)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fw.bars import Bar
 from fw.checkpointing.elsewhere import allocate, announce, check_host, chosen_elsewhere
-from fw.checkpointing.placement import quantizing
+from fw.checkpointing.placement import fill_from_base, quantizing
 from fw.checkpointing.quantized_files import quantization_for, weights_of
 from fw.checkpointing.stream import SafetensorsWriter, Sized, index, size_bytes, split
 from fw.checkpointing.streaming import stream
@@ -92,6 +92,7 @@ def load_model(
     if put is not None:
         for some in pieces(tensors):
             put(some)
+    fill_from_base(made, tensors)
     if division is not None:
         division.finish(made)
     stream(made, place)

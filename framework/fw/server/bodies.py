@@ -21,6 +21,8 @@ MOST_CONTAINERS = 100_000
 """Lists and objects in all."""
 MOST_MEMBERS = 10_000
 """Of one object."""
+MOST_VALUES = 500_000
+"""In all: reading and looking at so many takes a tenth of a second, in which nobody else's answer goes on."""
 _STRING = re.compile(rb'"[^"]*"?')
 _HALF = re.compile(r"\\u[dD][89a-fA-F]")
 _NO_BRACKETS = bytes(byte for byte in range(256) if byte not in b"[]{}")
@@ -62,22 +64,31 @@ def parse(body: bytes) -> Any:
 
 
 def check_shape(body: bytes) -> None:
-    """JSON can be read without nesting beyond bounds.
+    """JSON can be read within bounds of nesting and time.
 
     Raises:
-        ApiError: it is too deep, or has too many lists and objects.
+        ApiError: it is too deep, or has too many lists, objects or values.
     """
-    if body.count(b"[") + body.count(b"{") <= MOST_DEPTH:  # nearly always, and then it is not deeper
+    # Nearly always there are so few of each, within strings and outside, that nothing can be too much.
+    if body.count(b"[") + body.count(b"{") <= MOST_DEPTH and body.count(b",") < MOST_VALUES:
         return
+    if body.count(b'"') - body.count(rb"\"") > 4 * MOST_VALUES:  # two of each string, of which an object's members have two
+        raise _too_many_values()
     # Without strings, in which brackets mean nothing; a string ends at the first quotation mark that is left when escapes are gone.
     bare = _STRING.sub(b"", body.replace(rb"\\", b"").replace(rb"\"", b""))
     if bare.count(b"[") + bare.count(b"{") > MOST_CONTAINERS:
         raise _refused(f"it has more than {MOST_CONTAINERS:,} lists and objects")
+    if bare.count(b",") >= MOST_VALUES:
+        raise _too_many_values()
     depth = 0
     for bracket in bare.translate(None, _NO_BRACKETS):
         depth += 1 if bracket in b"[{" else -1
         if depth > MOST_DEPTH:
             raise _refused(f"it is more than {MOST_DEPTH} lists and objects deep")
+
+
+def _too_many_values() -> ApiError:
+    return _refused(f"it has more than {MOST_VALUES:,} values")
 
 
 def _no_number(word: str) -> float:

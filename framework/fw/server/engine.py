@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import queue
+import subprocess
 import threading
 import time
 from collections import Counter
@@ -13,7 +14,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from fw.errors import UserError
+from fw.errors import UserError, describe
 from fw.inference.results import Delta, Result
 from fw.launching.child import Child
 from fw.server.errors import ApiError, wrong
@@ -124,26 +125,39 @@ class EngineProcess:
                 except OSError:
                     raise
                 except Exception as error:  # it cannot be written as bytes, and none of it has been sent
-                    with suppress(RuntimeError):
-                        self._loop.call_soon_threadsafe(self._not_said, message.key, error)
+                    self._to_loop(self._not_said, (message.key, error))
 
     def _listen(self) -> None:
         """In a thread: whatever it says, to the event loop."""
         told: UserError | str | None = None
+        while (message := self._said()) is not None:
+            if isinstance(message, UserError | str):
+                told = message
+            else:
+                self._to_loop(self._hear, message)
         try:
-            while True:
-                message = self._child.connection.recv()
-                if isinstance(message, UserError | str):
-                    told = message
-                else:
-                    self._loop.call_soon_threadsafe(self._hear, message)
-        except (EOFError, OSError, RuntimeError):  # RuntimeError: the loop is closed
-            pass
-        self._child.process.wait()
-        with suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._gone, self._child.fate(told) or "ended")
+            self._child.process.wait(_PATIENCE_S)
+        except subprocess.TimeoutExpired:  # it is there and says no more
+            self._child.process.kill()
+        self._to_loop(self._gone, self._child.fate(told) or "ended")
 
-    def _not_said(self, key: str, error: Exception) -> None:
+    def _said(self) -> Any:
+        """What it says next; None where nothing more can be heard."""
+        try:
+            return self._child.connection.recv()
+        except (EOFError, OSError):
+            return None
+        except Exception as error:  # no message, and nobody knows where the next one begins
+            _log.error("engine %d cannot be understood: %s", self.number, describe(error))
+            self._child.process.kill()
+            return None
+
+    def _to_loop(self, hear: Callable[[Any], None], what: Any) -> None:
+        with suppress(RuntimeError):  # it is closed
+            self._loop.call_soon_threadsafe(hear, what)
+
+    def _not_said(self, what: tuple[str, Exception]) -> None:
+        key, error = what
         if isinstance(error, RecursionError):
             why = wrong("the request is nested too deeply")
         else:

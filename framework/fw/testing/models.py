@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fw.checkpointing.placement import initialise
+from fw.checkpointing.placement import fill_from_base, initialise
 from fw.kinds import make
 from fw.kinds.attention import AttentionPlugin
 from fw.kinds.model import CausalLM, ModelPlugin
@@ -35,8 +35,7 @@ def with_values(model: CausalLM, seed: int = 0) -> CausalLM:
     for name, parameter in model.named_parameters():
         added = {} if model.adapters is None else model.adapters.added
         initialise(parameter.data, name, added[name] if name in added else model.init(name), seed)
-    for name, norms in {} if model.adapters is None else model.adapters.norms.items():
-        model.get_parameter(name).data.copy_(norms(model.get_parameter(norms.weight)))
+    fill_from_base(model, model.stored(), seed, all_of_them=True)
     return model
 
 

@@ -1,4 +1,4 @@
-"""Methods of the peft library, by its own code.
+"""Methods of the peft library, nearly all by its own code.
 
 peft puts a layer of its own in the place of each linear layer that it changes, and the layer there was inside. Here it stays where it was,
 under its name, and peft's is inside: computing what the layer did before goes through a second object with the same parameters.
@@ -15,26 +15,28 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from fw.api import Adapters, CausalLM, HFTensor, Init, NormsOf, PeftPlugin, UserError
+from fw.api import Adapters, CausalLM, FromBase, HFTensor, Init, NormsOf, PeftPlugin, UserError
 from fw_plugins.peft.changed import OF_TRAINING, begun_from, patterns
-from fw_plugins.peft.hf_peft_layers import INSIDE, Made, OfPeft, Plain, put_inside
+from fw_plugins.peft.hf_peft_layers import INSIDE, Made, OfPeft, OfWeight, Plain, put_inside
+from fw_plugins.peft.norms import train_norms
 from fw_plugins.peft.targets import ALL_LINEAR, by_pattern, chosen, names_in_files, shortest
 
 SHARING = ("VERA", "PVERA", "RANDLORA", "VBLORA", "UNILORA")
 """Methods whose layers share tensors, so that all are made together."""
-_BY_VALUES = (*SHARING, "SHIRA")
+_BY_VALUES = (*SHARING, "SHIRA", "BOFT")
 """Methods of which peft computes something while it makes layers, so that these are made on the host."""
-_FROM_WEIGHTS = "it begins from the weights that it changes"
+FROM_WEIGHTS = ("PSOFT", "SUPERTUNING")
+"""Methods that begin from the weights that they change, each layer from its own."""
 REFUSED: Mapping[str, str] = {
-    **dict.fromkeys(("OSF", "PSOFT", "ADAMSS", "SUPERTUNING", "TINYLORA", "FROD"), _FROM_WEIGHTS),
     "ADALORA": "its ranks change by calls between steps",
+    "ADAMSS": "how many parameters it has depends on the weights that it changes, so that no plan can know its memory",
     "ADAPTION_PROMPT": "it changes attention, and no linear layers",
-    "BOFT": "its layers are other ones where peft has compiled a kernel of its own",
-    "IA3": "use peft=ia3, which computes the same",
+    "FROD": "it factorizes the weights of all layers of a kind together, which are never in one place",
     "LILY": "what it computes of a token depends on all tokens of the batch, later ones among them",
-    "LN_TUNING": "it trains copies of norms, and changes no linear layers",
+    "OSF": "it changes gradients as they come, of whole parameters that ranks divide",
     "POLY": "it needs the number of a task with every row",
     "SHADOW": "it trains a network beside the model",
+    "TINYLORA": "it factorizes the weights of all layers at once, to share a vector between them",
     "TRAINABLE_TOKENS": "it trains rows of embeddings; use peft=lora with peft.whole",
     "XLORA": "it mixes adapters that are there already",
 }
@@ -73,7 +75,8 @@ class HFPeftConfig:
 
     type: str = "LOHA"
     """`peft_type` of a method that changes linear layers: LOHA, LOKR, HRA, MISS, C3A, ROAD, GRALORA, OFT, FOURIERFT, WAVEFT, HIRA, DEFT,
-    PEANUT, BEFT, VERA, PVERA, RANDLORA, VBLORA, UNILORA, DELORA, GLORA, SHIRA, or LORA with options that `lora` has not."""
+    PEANUT, BEFT, BOFT, VERA, PVERA, RANDLORA, VBLORA, UNILORA, DELORA, GLORA, SHIRA, PSOFT, SUPERTUNING, or LORA and IA3 with options
+    that `lora` and `ia3` have not; or LN_TUNING, which trains norms."""
     config: dict[str, Any] = field(default_factory=dict)
     """Options of its configuration class in peft (`LoHaConfig`, …), among them `target_modules`, `all-linear` where it says none, and
     `exclude_modules`."""
@@ -82,7 +85,7 @@ class HFPeftConfig:
 
 
 class HFPeft(PeftPlugin):
-    """A method of the peft library that changes linear layers, by its own code and configuration."""
+    """A method of the peft library that changes linear layers or norms, by its own configuration."""
 
     api = 1
     Config = HFPeftConfig
@@ -103,6 +106,7 @@ class HFPeft(PeftPlugin):
         "DEFT",
         "PEANUT",
         "BEFT",
+        "BOFT",
         "VERA",
         "PVERA",
         "RANDLORA",
@@ -111,6 +115,9 @@ class HFPeft(PeftPlugin):
         "DELORA",
         "GLORA",
         "SHIRA",
+        "PSOFT",
+        "SUPERTUNING",
+        "LN_TUNING",
     )
     as_peft = False
     """Whether it is as an adapter's file says, which then has all values."""
@@ -126,8 +133,11 @@ class HFPeft(PeftPlugin):
     def apply(self, model: CausalLM) -> Adapters:
         """Make a layer of peft's for each linear layer that the options name, and put it inside."""
         options = self._options()
+        if self.config.type == "LN_TUNING":
+            return self._norms(model, options)
         begins = not self.as_peft and not self.config.adapter
         by_norms = "use_dora" if getattr(options, "use_dora", False) else "DELORA" if self.config.type == "DELORA" else ""
+        method, from_weights = self.config.type, _from_weights(options)
         files = names_in_files(model)
         names = self._names(model, files, options)
         if begins and by_norms and (coded := [files[name].name for name in names if f"{name}.weight" in model.quantized]):
@@ -135,6 +145,8 @@ class HFPeft(PeftPlugin):
                 f"peft: {by_norms} begins with norms of weights, of which {coded[0]} keeps codes; leave it out, or begin from an adapter"
                 " that peft has made (peft.adapter)"
             )
+        if from_weights and (coded := [files[name].name for name in names if f"{name}.weight" in model.quantized]):
+            raise UserError(f"peft: {method} takes what it is from weights, of which {coded[0]} keeps codes; use another method, or none")
         model.requires_grad_(False)
         plain = [_plain(files[name].name, model.get_submodule(name)) for name in names]
         if begins:
@@ -142,21 +154,25 @@ class HFPeft(PeftPlugin):
         added: dict[str, Init] = {}
         tensors: dict[str, HFTensor] = {}
         fixed: dict[str, Callable[[], Tensor]] = {}
-        norms: dict[str, NormsOf] = {}
+        from_base: dict[str, FromBase] = {}
         repeated: dict[str, str] = {}
 
         def found(of: OfPeft, prefix: str, in_files: Mapping[str, str], buffers: Mapping[str, str], made: Made) -> None:
             for inner, name in in_files.items():
-                added[f"{prefix}{INSIDE}.{inner}"] = Init(values=partial(of.drawn, name))
-                tensors[f"{prefix}{INSIDE}.{inner}"] = HFTensor(made.in_files[name])
-                if (dim := _NORMS.get(inner.partition(".")[0])) is not None:
-                    norms[f"{prefix}{INSIDE}.{inner}"] = NormsOf(f"{prefix}weight", dim)
+                here = f"{prefix}{INSIDE}.{inner}"
+                added[here] = Init() if from_weights else Init(values=partial(of.drawn, name))
+                if name in made.in_files:
+                    tensors[here] = HFTensor(made.in_files[name])
+                if from_weights:
+                    from_base[here] = OfWeight(f"{prefix}weight", partial(of.computed, name, here))
+                elif (dim := _NORMS.get(inner.partition(".")[0])) is not None:
+                    from_base[here] = NormsOf(f"{prefix}weight", dim)
             fixed.update({f"{prefix}{INSIDE}.{inner}": partial(of.fixed, name) for inner, name in buffers.items()})
 
-        together = self.config.type in SHARING
+        together = method in SHARING
         for group in [range(len(names))] if together else [[each] for each in range(len(names))]:
             of = OfPeft(options, [plain[each] for each in group])
-            made = of.made("cpu" if self.config.type in _BY_VALUES else "meta")
+            made = of.made("cpu" if method in _BY_VALUES else "meta", computed=from_weights)
             repeated |= made.repeated
             if made.shared:
                 model.add_module(INSIDE, _holding(made.shared))
@@ -165,16 +181,27 @@ class HFPeft(PeftPlugin):
                 name, called = names[each], plain[each].name
                 kept = model.quantized.get(f"{name}.weight")
                 put_inside(model.get_submodule(name), made.layers[called], None if kept is None else kept.dtype)
-                found(of, f"{name}.", made.own(called, made.in_files), made.own(called, made.fixed), made)
+                kept_here = made.own(called, (*made.in_files, *made.besides))
+                found(of, f"{name}.", kept_here, made.own(called, made.fixed), made)
         config = {k: sorted(v) if isinstance(v, set) else v for k, v in options.to_dict().items() if k not in OF_TRAINING}
         config |= {"task_type": "CAUSAL_LM", "inference_mode": True}
         # By name, as a file's reader finds them whatever the patterns were.
         config["target_modules"] = shortest([files[name].name for name in names], [of.name for of in files.values()])
         config |= {key: None for key in ("exclude_modules", "layers_to_transform") if key in config}
+        if method == "IA3":
+            config |= _of_ia3(options, [files[name].name for name in names])
         if "fan_in_fan_out" in config:
             config["fan_in_fan_out"] = any(files[name].transposed for name in names)
         begun = begun_from(self.config.adapter, config, _shows(options, config))
-        return Adapters(added, tensors, config, {}, begun, "the peft library computes whole layers", norms, fixed=fixed, repeated=repeated)
+        return Adapters(
+            added, tensors, config, {}, begun, "the peft library computes whole layers", from_base, fixed=fixed, repeated=repeated
+        )
+
+    def _norms(self, model: CausalLM, options: Any) -> Adapters:
+        tensors, names = train_norms(model, patterns(options.target_modules), patterns(options.exclude_modules), self.as_peft)
+        config = {k: v for k, v in options.to_dict().items() if k not in OF_TRAINING}
+        config |= {"task_type": "CAUSAL_LM", "inference_mode": True, "target_modules": sorted(names), "exclude_modules": None}
+        return Adapters({}, tensors, config, {}, begun_from(self.config.adapter, config, {"peft_type": ""}))
 
     def _names(self, model: CausalLM, files: Mapping[str, HFTensor], options: Any) -> list[str]:
         """Of the layers that are changed, in the model.
@@ -210,7 +237,7 @@ class HFPeft(PeftPlugin):
         from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 
         known = {str(kind.value): cls for kind, cls in PEFT_TYPE_TO_CONFIG_MAPPING.items() if not issubclass(cls, PromptLearningConfig)}
-        method, taken = self.config.type, ("LORA", *self.peft_types)
+        method, taken = self.config.type, ("LORA", "IA3", *self.peft_types)
         if method not in known:
             raise UserError(f"peft.type: '{method}' is no method of peft that changes layers (there are: {', '.join(sorted(known))})")
         if method not in taken:
@@ -240,6 +267,11 @@ class HFPeft(PeftPlugin):
                 raise UserError(f"peft.config: {key} of {method} has no place here: {because}")
         if method == "VBLORA" and options.topk > options.num_vectors:
             raise UserError(f"peft.config: topk: {options.topk} vectors are to be chosen of {options.num_vectors} (num_vectors)")
+        if method == "BOFT" and options.boft_n_butterfly_factor != 1:
+            raise UserError(
+                "peft.config: boft_n_butterfly_factor: peft computes more factors than one by a kernel that it compiles for CUDA alone, and"
+                " takes one without it; leave it at 1"
+            )
         if method != "LORA":
             return
         if options.init_lora_weights not in (*_LORA_BEGINNINGS, *(["eva"] if self.as_peft else [])):
@@ -280,6 +312,20 @@ def _of_blocks(names: Sequence[str], files: Mapping[str, HFTensor], options: Any
             raise UserError(f"peft.config: layers_to_transform: {number} is no block with layers that are changed")
         found |= of_block
     return [name for name in names if name in found]
+
+
+def _from_weights(options: Any) -> bool:
+    """Whether a layer's adapter begins from the weight that it changes, or always computes with something that does."""
+    method = options.peft_type.value
+    return method in FROM_WEIGHTS or (method == "DEFT" and not options.para)
+
+
+def _of_ia3(options: Any, names: Sequence[str]) -> dict[str, Any]:
+    """Which layers are changed, by whole names, among which peft wants to find those whose inputs are."""
+    from peft.tuners.ia3.model import IA3Model
+
+    feedforward = [name for name in names if IA3Model._check_target_module_feedforward(options, name)]
+    return {"target_modules": sorted(names), "feedforward_modules": sorted(feedforward)}
 
 
 def _plain(name: str, layer: nn.Module) -> Plain:

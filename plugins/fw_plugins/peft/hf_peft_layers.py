@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from fw.api import UserError, adapters_are_off
 from fw_plugins.peft.changed import become
@@ -53,6 +55,7 @@ class Made:
             :data:`SHARED` and its path.
         repeated: what files hold besides, by what they call it, and what they call that which it repeats.
         fixed: names of buffers, which no file holds, likewise.
+        besides: of parameters that no file holds, likewise.
     """
 
     layers: Mapping[str, nn.Module]
@@ -60,6 +63,7 @@ class Made:
     in_files: Mapping[str, str]
     repeated: Mapping[str, str]
     fixed: Sequence[str]
+    besides: Sequence[str] = ()
 
     def own(self, layer: str, names: Iterable[str]) -> dict[str, str]:
         """Of these names those of a layer's, by its path in the layer."""
@@ -80,6 +84,18 @@ class Made:
 
 
 @dataclass(frozen=True)
+class OfWeight:
+    """Of the base's weight of that name, whatever ``make`` computes of it and the run's seed."""
+
+    weight: str
+    make: Callable[[Tensor, int], Tensor]
+
+    def __call__(self, weight_OI: Tensor, seed: int) -> Tensor:
+        """Whole."""
+        return self.make(weight_OI, seed)
+
+
+@dataclass(frozen=True)
 class OfPeft:
     """Layers to make as peft makes them for linear ones: one, or all of a model where they share tensors.
 
@@ -92,8 +108,12 @@ class OfPeft:
     layers: Sequence[Plain]
     _drawn: dict[tuple[int, str], Tensor] = field(default_factory=dict, compare=False)
 
-    def made(self, device: str) -> Made:
-        """The layers. Weights that they stand around are no numbers, so that whatever is made from one shows.
+    def made(self, device: str | torch.device, weight: Tensor | None = None, computed: bool = False) -> Made:
+        """The layers.
+
+        Args:
+            weight: of the one layer that they stand around. Without it they are no numbers, so that whatever is made from one shows.
+            computed: what no file holds is kept as a parameter, too, since a layer may compute it from its weight.
 
         Raises:
             UserError: peft refuses, or files would not hold all that trains.
@@ -107,8 +127,8 @@ class OfPeft:
             if hasattr(options, key):
                 setattr(options, key, value)
         method, whole = f"peft.type: {options.peft_type.value}", _Whole()
-        with torch.device(device):
-            net = _net_of(self.layers)
+        with torch.device(device), _no_kernels_compiled(options.peft_type.value):
+            net = _net_of(self.layers, weight)
             try:
                 whole.base_model = PEFT_TYPE_TO_TUNER_MAPPING[options.peft_type](net, options, ADAPTER)
             except (ValueError, TypeError, NotImplementedError, AttributeError) as error:
@@ -140,7 +160,9 @@ class OfPeft:
             raise UserError(f"{method} adds {sorted(beside)[0]}, which its files do not hold, and has no place here")
         _kept_as_parameters(whole, in_files.keys() - trained)
         fixed = [name for name, _ in whole.named_buffers() if ".base_layer." not in name]
-        return Made(layers, shared, in_files, repeated, fixed)
+        fixed, besides = ([], fixed) if computed else (fixed, [])
+        _kept_as_parameters(whole, besides)
+        return Made(layers, shared, in_files, repeated, fixed, besides)
 
     def drawn(self, inner: str, seed: int, name: str) -> Tensor:
         """How peft begins a parameter.
@@ -162,23 +184,35 @@ class OfPeft:
             )
         return values
 
+    def computed(self, inner: str, name: str, weight_OI: Tensor, seed: int) -> Tensor:
+        """How peft begins a parameter of the layer with that weight, or what it always computes it to be; whole, on its device.
+
+        Args:
+            inner: its name in :class:`Made`.
+            name: in the model.
+        """
+        whole = weight_OI.full_tensor() if isinstance(weight_OI, DTensor) else weight_OI
+        return self._value(inner, seed, name.rpartition(INSIDE)[0], whole)
+
     def fixed(self, inner: str) -> Tensor:
         """What peft's layers keep of that name without training it."""
         return self._value(inner, 0, "")
 
-    def _value(self, inner: str, seed: int, of: str) -> Tensor:
-        """Layers that share are drawn at once, and each value is given away once."""
+    def _value(self, inner: str, seed: int, of: str, weight: Tensor | None = None) -> Tensor:
+        """Layers that share are drawn at once, and what is computed from a weight too; each value is given away once."""
         together = len(self.layers) > 1
         if (value := self._drawn.pop((seed, inner), None)) is not None:
             return value
         digest = hashlib.sha256(f"{seed}/{'' if together else of}".encode()).digest()
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(int.from_bytes(digest[:8], "little") >> 1)  # the host's alone
-            made = self.made("cpu")
-        if not together:
+        gpus = [] if weight is None or weight.device.type == "cpu" else [weight.device]
+        with torch.random.fork_rng(devices=gpus):
+            for generator in (torch.default_generator, *(torch.cuda.default_generators[gpu.index or 0] for gpu in gpus)):
+                generator.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+            made = self.made("cpu" if weight is None else weight.device, weight, computed=weight is not None)
+        if not together and weight is None:
             return made.tensor(inner).detach()
         self._drawn.clear()
-        self._drawn.update({(seed, each): made.tensor(each).detach() for each in (*made.in_files, *made.fixed)})
+        self._drawn.update({(seed, each): made.tensor(each).detach() for each in (*made.in_files, *made.fixed, *made.besides)})
         return self._drawn.pop((seed, inner))
 
 
@@ -225,18 +259,18 @@ def put_inside(layer: nn.Module, made: nn.Module, quantized: torch.dtype | None)
     layer.add_module(INSIDE, made)
 
 
-def _linear(inputs: int, outputs: int, bias: bool) -> nn.Linear:
-    """Whose parameters are of one number each, which takes no memory."""
+def _linear(inputs: int, outputs: int, bias: bool, weight: Tensor | None = None) -> nn.Linear:
+    """Whose parameters, but for a weight that is given, are of one number each, which takes no memory."""
     layer = nn.Linear(1, 1, bias)
     layer.in_features, layer.out_features = inputs, outputs
     none = torch.full((1,), torch.nan)
-    layer.weight = nn.Parameter(none.expand(outputs, inputs), requires_grad=False)
+    layer.weight = nn.Parameter(none.expand(outputs, inputs) if weight is None else weight, requires_grad=False)
     if bias:
         layer.bias = nn.Parameter(none.expand(outputs), requires_grad=False)
     return layer
 
 
-def _net_of(layers: Iterable[Plain]) -> nn.Module:
+def _net_of(layers: Iterable[Plain], weight: Tensor | None = None) -> nn.Module:
     """Modules inside of modules, down to the layers."""
     net = nn.Module()
     for layer in layers:
@@ -246,7 +280,7 @@ def _net_of(layers: Iterable[Plain]) -> nn.Module:
             if part not in inside._modules:
                 inside.add_module(part, nn.Module())
             inside = inside.get_submodule(part)
-        inside.add_module(last, _linear(layer.inputs, layer.outputs, layer.bias))
+        inside.add_module(last, _linear(layer.inputs, layer.outputs, layer.bias, weight))
     return net
 
 
@@ -287,8 +321,24 @@ class _Kept(nn.Module):
         return self._parameters.keys()
 
 
+@contextmanager
+def _no_kernels_compiled(method: str) -> Iterator[None]:
+    """BOFT by operators of torch's, on any machine: peft would compile a kernel with the machine's CUDA, and make other layers by it."""
+    if method != "BOFT":
+        yield
+        return
+    from peft.tuners.boft import layer as module
+
+    layer: Any = module
+    there, layer._FBD_CUDA = layer._FBD_CUDA, False
+    try:
+        yield
+    finally:
+        layer._FBD_CUDA = there
+
+
 def _kept_as_parameters(whole: nn.Module, names: Iterable[str]) -> None:
-    """Buffers that files hold become parameters that do not train, which are kept and read as what trains is."""
+    """Buffers become parameters that do not train: those that files hold are kept and read as what trains is."""
     from peft.tuners._buffer_dict import BufferDict
 
     kept: Any = _Kept

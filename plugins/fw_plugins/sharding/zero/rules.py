@@ -42,13 +42,13 @@ def check(config: ZeroConfig, spec: StepSpec, model: CausalLM, ranks: int) -> No
         raise UserError(
             "sharding.stage: 3 does not divide codes of weights (DeepSpeed gathers one dtype); use stage 2 or 1, or sharding=fsdp"
         )
-    if config.stage == 3 and model.adapters is not None and model.adapters.norms:
-        raise UserError("sharding.stage: 3 has no whole rows of a weight when dora takes their norms; use stage 2 or 1, or sharding=fsdp")
     if config.stage == 3 and model.adapters is not None and any(".peft." in name for name in model.adapters.added):
         raise UserError(
             "sharding.stage: 3 brings parameters to the layers that DeepSpeed sees, and hf_peft computes with layers inside of others; use"
             " stage 2 or 1, or sharding=fsdp"
         )
+    if config.stage == 3 and model.adapters is not None and model.adapters.from_base:
+        raise UserError("sharding.stage: 3 has no whole rows of a weight when dora takes their norms; use stage 2 or 1, or sharding=fsdp")
     if config.zero_hpz_partition_size is not None and ranks % config.zero_hpz_partition_size:
         raise UserError(f"sharding.zero_hpz_partition_size: {config.zero_hpz_partition_size} does not divide {ranks} ranks")
     if (config.allgather_bucket_size or 0) % 2:
