@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -73,6 +73,18 @@ class Piece:
     hidden: range = range(0)
     scored: range = range(0)
     score: Callable[[Tensor], object] | None = None
+
+
+class Logits(list[Tensor]):
+    """Of each piece of a step, and of all of them as they lie.
+
+    Args:
+        whole_RV: these, one behind another.
+    """
+
+    def __init__(self, of_pieces: Iterable[Tensor], whole_RV: Tensor) -> None:
+        super().__init__(of_pieces)
+        self.whole_RV = whole_RV
 
 
 class Runner:
@@ -151,7 +163,7 @@ class Runner:
     def _run(self, pieces: Sequence[Piece], tokens_T: Tensor | None, way: Way) -> list[Tensor]:
         self._adapters.serve([piece.adapter for piece in pieces for _ in range(piece.stretch.length)])
         if self.steady is not None and (logits_RV := self.steady.run(way, pieces, tokens_T)) is not None:
-            return list(logits_RV.split([len(piece.wanted) for piece in pieces]))
+            return Logits(logits_RV.split([len(piece.wanted) for piece in pieces]), logits_RV)
         if way is Way.COMPARED:
             self._by_python(pieces, tokens_T)  # what other ranks do by their recordings
         return self._by_python(pieces, tokens_T)

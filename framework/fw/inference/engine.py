@@ -13,7 +13,7 @@ from torch import Tensor
 from fw.config import InferenceSection
 from fw.errors import UserError
 from fw.inference.adapters import Adapters
-from fw.inference.cached import Piece, Runner
+from fw.inference.cached import Logits, Piece, Runner
 from fw.inference.checking import check
 from fw.inference.options import Sampling
 from fw.inference.pieces import goes_on_simply, piece_of
@@ -224,6 +224,10 @@ class Engine:
         if made.choice is not None:
             deltas = self._chosen({row: answer for row, answer, _ in here}, made.choice)
             return deltas, self._results(deltas)
+        if len(here) == len(made.taken) and (whole_BV := self._plainly(made)) is not None:
+            answers = [answer for _, answer, _ in here]
+            deltas = self._chosen(dict(enumerate(answers)), self._choice(whole_BV, answers))
+            return deltas, self._results(deltas)
         ready: list[tuple[Answer, Tensor]] = []
         guessed: list[tuple[Answer, Tensor]] = []
         ended_at_once: list[Answer] = []
@@ -243,6 +247,13 @@ class Engine:
             deltas.append(Delta(each.request.key, each.index, self._finish(each, "length"), None, None, "length"))
         self._guess([answer for answer, _ in ready])
         return deltas, self._results(deltas)
+
+    def _plainly(self, made: _Made) -> Tensor | None:
+        """Logits ``[B, V]`` of a step that gives each answer a token, and is followed by no guess."""
+        if self.guesser is not None or not isinstance(made.logits, Logits) or len(made.logits.whole_RV) != len(made.taken):
+            return None
+        simply = all(goes_on_simply(answer, stretch) for answer, stretch in made.taken)
+        return made.logits.whole_RV if simply else None
 
     def _results(self, deltas: Sequence[Delta]) -> list[Result]:
         """Of requests that have ended by these."""
@@ -299,7 +310,7 @@ class Engine:
         request = answer.request
         return [answer, *(self._answer(request, answer.index + 1 + n) for n in range(answer.copies))]
 
-    def _choice(self, rows: Sequence[Tensor], answers: Sequence[Answer]) -> Choice:
+    def _choice(self, rows: Tensor | Sequence[Tensor], answers: Sequence[Answer]) -> Choice:
         known = [answer.request.sampling for answer in answers]
         asked = [row for row, sampling in enumerate(known) if sampling.logprobs is not None or sampling.best_of is not None]
         return choose(rows, answers, asked, self.ends)

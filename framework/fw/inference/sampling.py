@@ -11,14 +11,19 @@ from torch import Tensor
 
 from fw.inference.options import Sampling
 from fw.inference.sequence import Answer, Request
+from fw.kernels.choosing import largest
 
 NO_TOKEN = "no token can be chosen: all are ruled out by what was asked for"
 NOT_FINITE = "no token can be chosen: the model's logits are not finite; inference.dtype=fp32 gives them more range"
 
 
-def gathered(rows: Sequence[Tensor], asked: Sequence[int]) -> tuple[Tensor, Tensor | None]:
-    """Logits ``[B, V]`` of rows ``[V]``; of those that are asked for, log-probabilities ``[A, V]`` under the model itself."""
-    logits_BV = torch.stack(list(rows))
+def gathered(rows: Tensor | Sequence[Tensor], asked: Sequence[int], read_only: bool = False) -> tuple[Tensor, Tensor | None]:
+    """Logits ``[B, V]`` of that, or of rows ``[V]``; of those that are asked for, log-probabilities ``[A, V]`` under the model itself.
+
+    Args:
+        read_only: whether nobody writes to the logits, which then need not be a copy.
+    """
+    logits_BV = (rows if read_only else rows.clone()) if isinstance(rows, Tensor) else torch.stack(list(rows))
     if not asked:
         return logits_BV, None
     return logits_BV, (logits_BV if len(asked) == len(rows) else logits_BV[asked]).log_softmax(-1)
@@ -89,18 +94,20 @@ class Choice:
         return Chosen(tokens, dict(zip(self._asked, found[count:], strict=True)), self._own_AV, strange)
 
 
-def choose(rows: Sequence[Tensor], answers: Sequence[Answer], asked: Sequence[int], ends: frozenset[int]) -> Choice:
+def choose(rows: Tensor | Sequence[Tensor], answers: Sequence[Answer], asked: Sequence[int], ends: frozenset[int]) -> Choice:
     """A token for each row.
 
     Args:
-        rows: logits ``[V]`` in fp32.
+        rows: logits ``[B, V]`` in fp32, or as many rows ``[V]``.
         answers: whose next token each row is of.
         asked: rows whose log-probabilities are wanted.
         ends: ids that end a text, for the model.
     """
-    logits_BV, own_AV = gathered(rows, asked)
-    change(logits_BV, answers, ends)
-    best_B, tokens_B = logits_BV.max(-1)  # the first of several; NaN where any is. On a CPU argmax takes three times as long
+    as_they_are = not any(map(changes, answers))
+    logits_BV, own_AV = gathered(rows, asked, read_only=as_they_are)
+    if not as_they_are:
+        change(logits_BV, answers, ends)
+    best_B, tokens_B = largest(logits_BV)
     alike: dict[tuple[float, ...], list[int]] = {}
     for row, answer in enumerate(answers):
         sampling = answer.request.sampling
@@ -154,12 +161,17 @@ def drawn(p_GV: Tensor, numbers: Sequence[float]) -> Tensor:
     return index_G.minimum(last_G)
 
 
+def changes(answer: Answer) -> bool:
+    """Whether its next token is chosen of other logits than the model's."""
+    sampling = answer.request.sampling
+    penalties = sampling.repetition_penalty != 1 or sampling.presence_penalty or sampling.frequency_penalty
+    return bool(penalties or sampling.logit_bias or answer.form is not None or answer.generated < sampling.min_tokens)
+
+
 def change(logits_BV: Tensor, answers: Sequence[Answer], ends: frozenset[int]) -> None:
     """In place, what requests want of logits, whatever way they choose."""
     for row, answer in enumerate(answers):
-        sampling = answer.request.sampling
-        penalties = sampling.repetition_penalty != 1 or sampling.presence_penalty or sampling.frequency_penalty
-        if penalties or sampling.logit_bias or answer.form is not None or answer.generated < sampling.min_tokens:
+        if changes(answer):
             try:
                 _change(logits_BV[row], answer, ends)
             except Exception as error:  # nobody else's row

@@ -177,29 +177,44 @@ void attend(const Call& c, const int32_t* tables, const int32_t* starts, const i
                 tiles.push_back(tile);
             }
     begins.push_back(long(parts.size()));
+    // Heads lie one behind another in a block: what a processor reads beyond one, by guessing, is the next one's. So a thread takes all of
+    // them in turn, where there is enough for every thread.
+    const long threads = pool::threads(), together = long(parts.size()) >= 2 * threads * s.kv_heads ? s.kv_heads : 1;
+    struct Task {
+        long part, step;  // of the first head, and from one head to the next
+    };
+    std::vector<Task> tasks;
+    for (long n = 0; n < long(tiles.size()); n += together)
+        for (long i = begins[n]; i < begins[n + 1]; i++) tasks.push_back({i, begins[n + 1] - begins[n]});
     std::vector<float> found(parts.size() * groups * partial);
-    const long threads = pool::threads();
-    pool::each(long(parts.size()), [&](long i) {
+    pool::each(long(tasks.size()), [&](long number) {
         thread_local Work work;
-        const Tile& tile = tiles[parts[i].tile];
-        if (!by_tiles<Rows>(c)) load_queries(c, tile, work.q);
-        if (parts[i].begin >= 0) {
-            const Part* next = i + threads < long(parts.size()) ? &parts[i + threads] : nullptr;
-            attend_chunk<Rows>(c, tile, parts[i].begin, work, found.data() + i * groups * partial, next ? &tiles[next->tile] : nullptr,
-                               next ? std::max<long>(0, next->begin) : 0);
-            return;
+        const Task task = tasks[number];
+        for (long head = 0; head < together; head++) {
+            const long i = task.part + head * task.step;
+            const Tile& tile = tiles[parts[i].tile];
+            if (!by_tiles<Rows>(c)) load_queries(c, tile, work.q);
+            if (parts[i].begin >= 0) {
+                const long then = number + threads;
+                const Part* next = head + 1 < together           ? &parts[i + task.step]
+                                   : then < long(tasks.size()) ? &parts[tasks[then].part]
+                                                                 : nullptr;
+                attend_chunk<Rows>(c, tile, parts[i].begin, work, found.data() + i * groups * partial, next ? &tiles[next->tile] : nullptr,
+                                   next ? std::max<long>(0, next->begin) : 0);
+                continue;
+            }
+            const long rows = tile.count * groups;
+            work.found.resize(rows * partial);
+            work.state.resize(rows * partial);
+            for (long r = 0; r < rows; r++) begin_state(work.state.data() + r * partial, partial);
+            for (long begin = 0; begin <= tile.last(); begin += CHUNK) {
+                if (skipped(s, tile, begin)) continue;
+                const Tile* next = begin + CHUNK <= tile.last() ? &tile : nullptr;
+                attend_chunk<Rows>(c, tile, begin, work, work.found.data(), next, begin + CHUNK);
+                for (long r = 0; r < rows; r++) join(work.state.data() + r * partial, work.found.data() + r * partial, partial);
+            }
+            for (long r = 0; r < rows; r++) put_out(c, tile, r, work.state.data() + r * partial);
         }
-        const long rows = tile.count * groups;
-        work.found.resize(rows * partial);
-        work.state.resize(rows * partial);
-        for (long r = 0; r < rows; r++) begin_state(work.state.data() + r * partial, partial);
-        for (long begin = 0; begin <= tile.last(); begin += CHUNK) {
-            if (skipped(s, tile, begin)) continue;
-            const Tile* next = begin + CHUNK <= tile.last() ? &tile : nullptr;
-            attend_chunk<Rows>(c, tile, begin, work, work.found.data(), next, begin + CHUNK);
-            for (long r = 0; r < rows; r++) join(work.state.data() + r * partial, work.found.data() + r * partial, partial);
-        }
-        for (long r = 0; r < rows; r++) put_out(c, tile, r, work.state.data() + r * partial);
     });
     std::vector<float> state(partial);
     for (long n = 0; n < long(tiles.size()); n++) {
@@ -221,8 +236,13 @@ void keep(const void* x, bool half, const int64_t* slots, uint8_t* to, long toke
         for (long t = piece * together; t < std::min(tokens, (piece + 1) * together); t++)
             for (long k = 0; k < heads; k++) {
                 const long from = (t * heads + k) * dim;
+                uint8_t* const row = to + ((slots[t] / size * heads + k) * size + slots[t] % size) * row_bytes;
+                if (std::is_same_v<Rows, rows::BF16> && half) {
+                    std::memcpy(row, (const uint16_t*)x + from, dim * sizeof(uint16_t));
+                    continue;
+                }
                 for (long h = 0; h < dim; h++) wide[h] = half ? from_bf16(((const uint16_t*)x)[from + h]) : ((const float*)x)[from + h];
-                Rows::keep(wide.data(), dim, group, to + ((slots[t] / size * heads + k) * size + slots[t] % size) * row_bytes);
+                Rows::keep(wide.data(), dim, group, row);
             }
     });
 }

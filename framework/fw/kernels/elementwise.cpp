@@ -8,7 +8,7 @@
 
 namespace {
 
-constexpr long PIECE = 1 << 14;  // elements that a thread takes at once
+constexpr long PIECE = 1 << 12;  // elements that a thread takes at once
 
 // f(begin, end) of all rows, in pieces.
 template <typename F>

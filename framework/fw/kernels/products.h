@@ -117,7 +117,7 @@ struct Stream {
 
     void fetch(long from, long count) const {
         for (long i = from; i < from + count; i++)
-            for (long line = 0; line < row_bytes; line += 64) __builtin_prefetch(row[i] + line);
+            for (long line = 0; line < row_bytes; line += 64) __builtin_prefetch(row[i] + line, 0, 2);  // into the second cache
     }
 };
 

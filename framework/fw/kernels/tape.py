@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from fw.kernels import elementwise
+from fw.kernels import choosing, elementwise
 from fw.kernels.calls import Kernel, heard
 
 _AGAIN = Kernel("fw_again", [ctypes.c_void_p, ctypes.c_long])
@@ -228,6 +228,10 @@ class Recorder(TorchDispatchMode):
         if func is _aten.add.Tensor and len(given) == 2 and not kwargs and any(varies) and elementwise.applies(*given):
             out = self._arena.like(given[0])
             if elementwise.add(given[0], given[1], out):
+                return out
+        if func is _aten._to_copy.default and kwargs == {"dtype": torch.float32} and any(varies):
+            out = self._arena.like(torch.empty_like(given[0], dtype=torch.float32))
+            if choosing.widen(given[0], out):
                 return out
         out = func(*args, **kwargs)
         made = out if isinstance(out, tuple | list) else [] if out is None else [out]
