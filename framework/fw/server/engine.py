@@ -139,6 +139,7 @@ class EngineProcess:
             self._child.process.wait(_PATIENCE_S)
         except subprocess.TimeoutExpired:  # it is there and says no more
             self._child.process.kill()
+            self._child.process.wait()
         self._to_loop(self._gone, self._child.fate(told) or "ended")
 
     def _said(self) -> Any:
