@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+import fw
 from fw.cli import main
 from fw.kinds.model import CausalLM
 
@@ -69,6 +70,32 @@ def disturbed(model: Any, std: float) -> Any:
         if parameter.requires_grad:
             parameter.data.add_(torch.randn_like(parameter) * std)
     return model.eval()
+
+
+def computes_as_peft(directory: Path, theirs: Any) -> tuple[CausalLM, torch.Tensor]:
+    """Of an adapter of peft's over ``base``, which changes something: the same logits and gradients.
+
+    Returns:
+        the model with the adapter, and logits without.
+    """
+    theirs.save_pretrained(directory / "adapter")
+    ours = fw.load_model(directory / "base", adapter=directory / "adapter")
+    expected, found, plain = theirs(IDS).logits, ours(IDS), fw.load_model(directory / "base")(IDS)
+    assert (found - expected).abs().max() < 1e-5
+    assert (found - plain).abs().max() > 1e-3
+    same_gradients(theirs, ours, expected, found)
+    return ours, plain
+
+
+def peft_computes_as_trained(directory: Path, base: Any) -> None:
+    """What a run over it has written, which changes something, peft reads: the same logits."""
+    peft = pytest.importorskip("peft")
+    with torch.no_grad():
+        untrained = base(IDS).logits
+        theirs = peft.PeftModel.from_pretrained(base, checkpoint(directory)).eval()(IDS).logits
+        found = fw.load_model(checkpoint(directory))(IDS)
+    assert (found - theirs).abs().max() < 1e-5
+    assert (found - untrained).abs().max() > 1e-4
 
 
 def same_gradients(theirs: Any, ours: CausalLM, expected: torch.Tensor, found: torch.Tensor) -> None:

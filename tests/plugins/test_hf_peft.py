@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 import fw
-from adapting import IDS, SIZES, base_in, checkpoint, disturbed, run, same_gradients
+from adapting import IDS, SIZES, base_in, checkpoint, computes_as_peft, disturbed, peft_computes_as_trained, run, same_gradients
 from fw.kinds import make
 from fw.kinds.peft import without_adapters
 from fw.kinds.quantization import QuantizationPlugin
@@ -63,27 +63,16 @@ def section(method: str, **options: Any) -> dict[str, Any]:
 def test_an_adapter_of_peft_gives_the_same_logits_and_gradients(tmp_path: Path, method: str) -> None:
     base = base_in(tmp_path, BASES["qwen2" if method in ("LOHA", "HRA") else "llama"])
     options = peft.get_peft_config({"peft_type": method, "task_type": "CAUSAL_LM", "target_modules": TARGETS, **METHODS[method]})
-    theirs = disturbed(peft.get_peft_model(base, options), 0.1)
-    theirs.save_pretrained(tmp_path / "adapter")
-    ours = fw.load_model(tmp_path / "base", adapter=tmp_path / "adapter")
-    expected, found, plain = theirs(IDS).logits, ours(IDS), fw.load_model(tmp_path / "base")(IDS)
-    assert (found - expected).abs().max() < 1e-5
-    assert (found - plain).abs().max() > 1e-3
+    ours, plain = computes_as_peft(tmp_path, disturbed(peft.get_peft_model(base, options), 0.1))
     with without_adapters():
         assert torch.equal(ours(IDS), plain)
-    same_gradients(theirs, ours, expected, found)
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_peft_loads_what_was_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
     base = base_in(tmp_path, BASES["llama"])
     assert run(tmp_path, monkeypatch, section(method)) == 0
-    with torch.no_grad():
-        untrained = base(IDS).logits
-        theirs = peft.PeftModel.from_pretrained(base, checkpoint(tmp_path)).eval()(IDS).logits
-        found = fw.load_model(checkpoint(tmp_path))(IDS)
-    assert (found - theirs).abs().max() < 1e-5
-    assert (found - untrained).abs().max() > 1e-4
+    peft_computes_as_trained(tmp_path, base)
 
 
 @pytest.mark.parametrize(
@@ -122,57 +111,6 @@ def test_generated_tokens_are_those_of_peft(tmp_path: Path, monkeypatch: pytest.
     theirs = peft.PeftModel.from_pretrained(base, checkpoint(tmp_path)).eval()
     expected = theirs.generate(input_ids=IDS[:1], max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0)
     assert list(found[0].token_ids) == expected[0, IDS.shape[1] :].tolist()
-
-
-@pytest.mark.parametrize(
-    ("method", "options"),
-    [
-        ("PSOFT", {"psoft_svd": "lowrank", "random_seed": 3, "psoft_orth": False}),
-        ("SUPERTUNING", {"save_precomputed_indices": False}),
-        ("SUPERTUNING", {"select_top": False, "r": None, "lora_alpha": None}),
-        ("DEFT", {"para": False}),
-    ],
-)
-def test_what_is_taken_from_weights_is_what_peft_takes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, options: dict[str, Any]
-) -> None:
-    """At the beginning, when a run goes on, and wherever no file holds it."""
-    base = base_in(tmp_path, BASES["llama"])
-    for steps in (3, 6):
-        assert run(tmp_path, monkeypatch, section(method, **options), f"train.max_steps={steps}", "resume=auto") == 0
-    ours = fw.load_model(checkpoint(tmp_path))
-    with torch.no_grad():
-        found, untrained = ours(IDS), base(IDS).logits
-        theirs = peft.PeftModel.from_pretrained(base, checkpoint(tmp_path)).eval()
-        assert (found - theirs(IDS).logits).abs().max() < 1e-5
-    assert (found - untrained).abs().max() > 1e-4
-    again = run(tmp_path, monkeypatch, section(method, **options), "train.max_steps=6", "train.run_dir=straight", "train.save_every=6")
-    assert again == 0
-    straight = load_file(tmp_path / "straight" / "checkpoints" / "latest" / "adapter_model.safetensors")
-    assert all(torch.equal(straight[name], each) for name, each in load_file(checkpoint(tmp_path) / "adapter_model.safetensors").items())
-
-
-@pytest.mark.parametrize(("method", "options"), [("DEFT", {"para": False}), ("PSOFT", {}), ("SUPERTUNING", {})])
-def test_what_begins_from_weights_changes_nothing_at_the_beginning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, options: dict[str, Any]
-) -> None:
-    """DEFT projects weights along random directions and adds what is lost by that."""
-    base = base_in(tmp_path, BASES["llama"])
-    assert run(tmp_path, monkeypatch, section(method, **options), "optimizer.lr=0") == 0
-    with torch.no_grad():
-        assert (fw.load_model(checkpoint(tmp_path))(IDS) - base(IDS).logits).abs().max() < 1e-5
-        theirs = peft.PeftModel.from_pretrained(base, checkpoint(tmp_path)).eval()
-        assert (theirs(IDS).logits - fw.load_model(tmp_path / "base")(IDS)).abs().max() < 1e-5
-
-
-@pytest.mark.parametrize("method", ["PSOFT", "SUPERTUNING"])
-def test_from_codes_there_is_nothing_to_take(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], method: str
-) -> None:
-    base_in(tmp_path, BASES["llama"])
-    assert run(tmp_path, monkeypatch, section(method), "quantization=nf4") == 2
-    says = f"{method} takes what it is from weights, of which model.layers.0.self_attn.q_proj keeps codes"
-    assert says in capsys.readouterr().err
 
 
 def test_values_at_the_beginning_are_those_of_the_seed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

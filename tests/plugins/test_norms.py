@@ -9,8 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import fw
-from adapting import IDS, base_in, checkpoint, disturbed, run, same_gradients, small_configs
+from adapting import base_in, checkpoint, computes_as_peft, disturbed, peft_computes_as_trained, run, small_configs
 
 peft = pytest.importorskip("peft")
 
@@ -30,25 +29,14 @@ def section(**config: Any) -> dict[str, Any]:
 def test_an_adapter_of_peft_gives_the_same_logits_and_gradients(tmp_path: Path, architecture: str) -> None:
     base = base_in(tmp_path, small_configs()[architecture])
     options = peft.LNTuningConfig(task_type="CAUSAL_LM", target_modules=NORMS[architecture])
-    theirs = disturbed(peft.get_peft_model(base, options), 0.1)
-    theirs.save_pretrained(tmp_path / "adapter")
-    ours = fw.load_model(tmp_path / "base", adapter=tmp_path / "adapter")
-    expected, found, plain = theirs(IDS).logits, ours(IDS), fw.load_model(tmp_path / "base")(IDS)
-    assert (found - expected).abs().max() < 1e-5
-    assert (found - plain).abs().max() > 1e-3
-    same_gradients(theirs, ours, expected, found)
+    computes_as_peft(tmp_path, disturbed(peft.get_peft_model(base, options), 0.1))
 
 
 @pytest.mark.parametrize("architecture", NORMS)
 def test_peft_loads_what_was_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, architecture: str) -> None:
     base = base_in(tmp_path, small_configs()[architecture])
     assert run(tmp_path, monkeypatch, section(target_modules=NORMS[architecture])) == 0
-    with torch.no_grad():
-        untrained = base(IDS).logits
-        theirs = peft.PeftModel.from_pretrained(base, checkpoint(tmp_path)).eval()(IDS).logits
-        found = fw.load_model(checkpoint(tmp_path))(IDS)
-    assert (found - theirs).abs().max() < 1e-5
-    assert (found - untrained).abs().max() > 1e-4
+    peft_computes_as_trained(tmp_path, base)
 
 
 def test_without_names_all_norms_train_but_those_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
