@@ -52,6 +52,7 @@ _IMPORTED = [
 ]
 _READ_WHILE_LOADING = ("DS_", "GLIBC_", "GOMP_", "HF_", "KMP_", "LD_", "MALLOC_", "MKL_", "OMP_", "PYTHON", "TORCH_")
 _READ_LATER = {"OMP_NUM_THREADS", "PYTHONPATH", "PYTHONUNBUFFERED", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "TORCH_NCCL_ASYNC_ERROR_HANDLING"}
+_COMPILERS = ("CC", "CXX")  # which peft leaves set where it fails to compile something
 _AS_FW_SETS = {"OMP_WAIT_POLICY": "passive"}  # before it loads torch, for itself and for the ranks that it starts
 _MODULES = {"fw", "torch.distributed.run"}  # what runs by `python -m`
 _SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER
@@ -130,12 +131,17 @@ def _loaded_with(environment: Any) -> dict[str, str]:
 
 @contextmanager
 def loading_environment() -> Iterator[None]:
-    """What is set inside of what is read while loading is taken back (DeepSpeed sets DS_ACCELERATOR): what starts later would be cold."""
-    before = _read_while_loading(os.environ)
+    """What libraries set inside is taken back: of what is read while loading (DeepSpeed sets DS_ACCELERATOR), since what starts later would
+    be cold, and which compilers there are, since kernels would be compiled by others."""
+
+    def here() -> dict[str, str]:
+        return _read_while_loading(os.environ) | {name: os.environ[name] for name in _COMPILERS if name in os.environ}
+
+    before = here()
     try:
         yield
     finally:
-        for name in _read_while_loading(os.environ):
+        for name in here():
             if name not in before:
                 del os.environ[name]
         os.environ.update(before)

@@ -11,6 +11,7 @@ import platform
 import shlex
 import shutil
 import subprocess
+import sys
 import tempfile
 import threading
 from collections.abc import Iterator, Sequence
@@ -27,6 +28,8 @@ from fw.kernels.threads import of_torch
 _HERE = Path(__file__).parent
 _FLAGS = ("-O3", "-march=native", "-std=c++17", "-pthread", "-fPIC", "-fno-math-errno", "-fno-trapping-math")
 """Nothing that lets sums be taken in another order than written."""
+_LINKED = ("-lstdc++",) if sys.platform == "linux" else ()
+"""A driver for C, which CXX may name, compiles C++ as it should, and leaves its library out."""
 _refused: dict[tuple[str, ...], str] = {}
 """Why, by what is asked for: a compiler that refuses is not asked again, for seconds each time."""
 
@@ -85,7 +88,7 @@ def _loaded(by: Sequence[str], flags: Sequence[str]) -> ctypes.CDLL:
     sources = sorted(_HERE.glob("*.cpp"))
     text = b"".join(file.read_bytes() for file in [*sources, *sorted(_HERE.glob("*.h"))])
     version = subprocess.run([*by, "--version"], capture_output=True, check=False).stdout
-    told = b"\0".join([text, version, " ".join(flags).encode(), _processor()])
+    told = b"\0".join([text, version, " ".join([*flags, *_LINKED]).encode(), _processor()])
     made = cache_dir() / "kernels" / f"fw-{hashlib.sha256(told).hexdigest()[:16]}.so"
     if not made.exists():
         _compile(by, flags, sources, made)
@@ -150,7 +153,7 @@ def _compile(compiler: Sequence[str], flags: Sequence[str], sources: Sequence[Pa
             commands = [[*compiler, *flags, "-c", str(source), "-o", str(to)] for source, to in zip(sources, objects, strict=True)]
             with ThreadPoolExecutor() as at_once:
                 list(at_once.map(_run, commands))
-            _run([*compiler, *flags, "-shared", *map(str, objects), "-o", str(out)])
+            _run([*compiler, *flags, "-shared", *map(str, objects), *_LINKED, "-o", str(out)])
             with out.open("rb") as whole:
                 os.fsync(whole.fileno())
             out.replace(made)

@@ -51,7 +51,8 @@ class TrainedSuite(PluginSuite):
         run = runs.train("measured", merged(self.sections, measured_step)).ok()
         measured = MemoryDocument.from_json(run.json("memory.json")).largest
         planned = plan(str(runs.config("planned", self.sections))).largest
-        assert planned.allocated_peak == pytest.approx(measured.allocated_peak, rel=self.plan_tolerance), (planned.most, measured.most)
+        same = planned.allocated_peak == pytest.approx(measured.allocated_peak, rel=self.plan_tolerance)
+        assert same, f"planned {planned.most}\nmeasured {measured.most}\n{run.told}"
 
     def test_a_resumed_run_is_one_that_was_never_stopped(self, runs: Runs, whole: Run) -> None:
         halves = merged(self._halves, {"train": {"max_steps": 3, "save_every": 3}})
