@@ -47,7 +47,7 @@ def test_a_compiler_that_refuses_is_not_asked_again(refusing, monkeypatch):
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
 def test_a_driver_for_c_serves_as_well(tmp_path):
     source = tmp_path / "own.cpp"
-    source.write_text('struct A { virtual long f() { return 1; } };\nstruct B : A { long f() override { return 2; } };\n')
+    source.write_text("struct A { virtual long f() { return 1; } };\nstruct B : A { long f() override { return 2; } };\n")
     source.write_text(source.read_text() + 'extern "C" long own(long b) { A* a = b ? new B : new A; return a->f(); }\n')
     made = tmp_path / "made" / "own.so"
     build._compile(["gcc"], ["-fPIC"], [source], made)
