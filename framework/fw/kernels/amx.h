@@ -31,6 +31,7 @@ inline void settle() { asm volatile("" ::: "memory"); }
 class Tiles {
 public:
     explicit Tiles(long rows = ROWS) { shape(rows); }
+    Tiles(const std::array<long, 8>& rows, const std::array<long, 8>& bytes) { shape(rows, bytes); }
     ~Tiles() { _tile_release(); }
     Tiles(const Tiles&) = delete;
     Tiles& operator=(const Tiles&) = delete;

@@ -5,6 +5,7 @@
 // gets depends neither on other sequences, nor on which tokens are computed with it, nor on how many processors there are.
 #include <algorithm>
 #include <cmath>
+#include <memory>
 #include <type_traits>
 #include <vector>
 
@@ -186,7 +187,7 @@ void attend(const Call& c, const int32_t* tables, const int32_t* starts, const i
     std::vector<Task> tasks;
     for (long n = 0; n < long(tiles.size()); n += together)
         for (long i = begins[n]; i < begins[n + 1]; i++) tasks.push_back({i, begins[n + 1] - begins[n]});
-    std::vector<float> found(parts.size() * groups * partial);
+    const std::unique_ptr<float[]> found(new float[parts.size() * groups * partial]);
     pool::each(long(tasks.size()), [&](long number) {
         thread_local Work work;
         const Task task = tasks[number];
@@ -199,8 +200,10 @@ void attend(const Call& c, const int32_t* tables, const int32_t* starts, const i
                 const Part* next = head + 1 < together           ? &parts[i + task.step]
                                    : then < long(tasks.size()) ? &parts[tasks[then].part]
                                                                  : nullptr;
-                attend_chunk<Rows>(c, tile, parts[i].begin, work, found.data() + i * groups * partial, next ? &tiles[next->tile] : nullptr,
+                float* const its = found.get() + i * groups * partial;
+                attend_chunk<Rows>(c, tile, parts[i].begin, work, its, next ? &tiles[next->tile] : nullptr,
                                    next ? std::max<long>(0, next->begin) : 0);
+                for (long g = 0; g < groups && task.step == 1; g++) put_out(c, tile, g, its + g * partial);  // nothing joins it
                 continue;
             }
             const long rows = tile.count * groups;
@@ -218,10 +221,10 @@ void attend(const Call& c, const int32_t* tables, const int32_t* starts, const i
     });
     std::vector<float> state(partial);
     for (long n = 0; n < long(tiles.size()); n++) {
-        if (tiles[n].count > 1) continue;
+        if (tiles[n].count > 1 || begins[n + 1] - begins[n] == 1) continue;
         for (long g = 0; g < groups; g++) {
             begin_state(state.data(), partial);
-            for (long i = begins[n]; i < begins[n + 1]; i++) join(state.data(), found.data() + (i * groups + g) * partial, partial);
+            for (long i = begins[n]; i < begins[n + 1]; i++) join(state.data(), found.get() + (i * groups + g) * partial, partial);
             put_out(c, tiles[n], g, state.data());
         }
     }

@@ -80,30 +80,36 @@ inline void weights_of(float* scores, long begin, long count, long first, long l
     found[0] = most, found[1] = added_up(total);
 }
 
-// f(its row among those of a head, position - begin) of positions from one on.
+// f(the first one's row in bytes, position - begin, how many) of positions from one on, those of a block at a time: they lie one behind another.
 template <typename F>
-inline void each_place(const Shape& s, const Tile& tile, long begin, long count, F&& f) {
-    for (long t = 0, block = begin / s.block_size, inside = begin % s.block_size; t < count; t++) {
-        f(((long(tile.table[block]) * s.kv_heads + tile.head) * s.block_size + inside) * s.row_bytes, t);
-        if (++inside == s.block_size) inside = 0, block++;
+inline void each_run(const Shape& s, const Tile& tile, long begin, long count, F&& f) {
+    for (long t = 0, block = begin / s.block_size, inside = begin % s.block_size; t < count; block++, inside = 0) {
+        const long here = std::min(count - t, s.block_size - inside);
+        f(((long(tile.table[block]) * s.kv_heads + tile.head) * s.block_size + inside) * s.row_bytes, t, here);
+        t += here;
     }
 }
 
 // The rows of bytes that a tile reads of the chunk that begins at `begin`: keys, values, and what comes next, padded to a multiple of `whole`.
 inline void name_rows(const Call& c, const Tile& tile, long begin, long count, long whole, const uint8_t* zeros, const Tile* next,
                       long next_begin, Stream& stream) {
-    const long first = c.s.first_of(tile.position);  // of all rows; what only sinks are seen of is skipped
-    stream.row_bytes = c.s.row_bytes;
+    const long first = c.s.first_of(tile.position) - begin, sinks = c.s.sinks - begin, step = c.s.row_bytes;  // what only sinks are seen of is skipped
+    stream.row_bytes = step;
     stream.padded = (count + whole - 1) / whole * whole;
     const uint8_t **keys = stream.row, **values = keys + stream.padded, **after = values + stream.padded;
     std::fill_n(keys, 2 * stream.padded + AHEAD, zeros);
-    each_place(c.s, tile, begin, count, [&](long place, long t) {
-        if (begin + t >= first || begin + t < c.s.sinks) keys[t] = c.keys + place, values[t] = c.values + place;
+    each_run(c.s, tile, begin, count, [&](long place, long t, long here) {
+        auto name = [&](long from, long upto) {
+            for (long i = from; i < upto; i++) keys[t + i] = c.keys + place + i * step, values[t + i] = c.values + place + i * step;
+        };
+        const long from = std::clamp<long>(first - t, 0, here);
+        name(0, std::min(from, sinks - t));
+        name(from, here);
     });
-    if (next) {
-        const long there = std::min<long>(AHEAD, next->last() + 1 - next_begin);
-        each_place(c.s, *next, next_begin, there, [&](long place, long t) { after[t] = c.keys + place; });
-    }
+    if (next)
+        each_run(c.s, *next, next_begin, std::min<long>(AHEAD, next->last() + 1 - next_begin), [&](long place, long t, long here) {
+            for (long i = 0; i < here; i++) after[t + i] = c.keys + place + i * step;
+        });
 }
 
 // Whether no row of a tile sees any of so many positions from one on.

@@ -40,12 +40,21 @@ inline const char* together(const uint8_t* const* rows, long bytes, char* copy) 
     return copy;
 }
 
-// Of sixteen positions' scores by query, [16, 16], those of some queries by position, times `scale`.
+// Queries up to which their scores lie one position's behind another's.
+constexpr long FEW_QUERIES = 4;
+
+// Of sixteen positions' scores by query, [16, 16] or [16, FEW_QUERIES], those of some queries by position, times `scale`.
 inline void scores_by_query(const float* found, long queries, float scale, float* to) {
     const __m512 by = _mm512_set1_ps(scale);
-    if (queries <= 4) {
-        const __m512i column = _mm512_slli_epi32(_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15), 4);
-        for (long q = 0; q < queries; q++) _mm512_storeu_ps(to + q * CHUNK, _mm512_mul_ps(_mm512_i32gather_ps(column, found + q, 4), by));
+    if (queries <= FEW_QUERIES) {
+        const __m512 at[4] = {_mm512_load_ps(found), _mm512_load_ps(found + 16), _mm512_load_ps(found + 32), _mm512_load_ps(found + 48)};
+        for (int q = 0; q < queries; q += 2) {
+            // Eight positions of two queries.
+            const __m512i two = _mm512_add_epi32(_mm512_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28, 1, 5, 9, 13, 17, 21, 25, 29), _mm512_set1_epi32(q));
+            const __m512 first = _mm512_permutex2var_ps(at[0], two, at[1]), second = _mm512_permutex2var_ps(at[2], two, at[3]);
+            _mm512_storeu_ps(to + q * CHUNK, _mm512_mul_ps(_mm512_shuffle_f32x4(first, second, 0x44), by));
+            if (q + 1 < queries) _mm512_storeu_ps(to + (q + 1) * CHUNK, _mm512_mul_ps(_mm512_shuffle_f32x4(first, second, 0xee), by));
+        }
         return;
     }
     __m512i square[SIDE];
@@ -102,9 +111,8 @@ inline void attend_chunk_by_tiles(const Call& c, const Tile& tile, long begin, W
     name_rows(c, tile, begin, count, GROUP, work.zeros.data(), next, next_begin, stream);
     const uint8_t **key = stream.row, **value = key + stream.padded;
     queries_as_columns(c, tile, queries);
-    amx::Tiles tiles;
-    const long columns = std::min(rows, SIDE) * long(sizeof(float));
-    tiles.shape({SIDE, SIDE, SIDE, SIDE, SIDE, 0, SIDE, 0}, {columns, columns, columns, columns, 0, 0, columns, 0});
+    const long columns = std::min(rows, SIDE) * long(sizeof(float)), apart = rows <= FEW_QUERIES ? FEW_QUERIES : SIDE;
+    amx::Tiles tiles({SIDE, SIDE, SIDE, SIDE, SIDE, 0, SIDE, 0}, {columns, columns, columns, columns, 0, 0, columns, 0});
     stream.fetch(0, std::min<long>(AHEAD, stream.padded));
     for (long from = 0; from < count; from += GROUP) {
         if (unseen(s, tile, begin + from, GROUP)) {  // masked below
@@ -130,10 +138,10 @@ inline void attend_chunk_by_tiles(const Call& c, const Tile& tile, long begin, W
                     multiply(int(b));
                 }
             }
-            _tile_stored(0, sums, 64);
-            _tile_stored(1, sums + SIDE * SIDE, 64);
-            _tile_stored(2, sums + 2 * SIDE * SIDE, 64);
-            _tile_stored(3, sums + 3 * SIDE * SIDE, 64);
+            _tile_stored(0, sums, apart * sizeof(float));
+            _tile_stored(1, sums + SIDE * SIDE, apart * sizeof(float));
+            _tile_stored(2, sums + 2 * SIDE * SIDE, apart * sizeof(float));
+            _tile_stored(3, sums + 3 * SIDE * SIDE, apart * sizeof(float));
             amx::settle();
             const long here = std::min(SIDE, rows - t * SIDE);
             for (long b = 0; b < blocks; b++)
