@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fw.kernels import grouped, linear
+from fw.kernels import elementwise, grouped, linear
 from fw.kernels.build import NotCompiled, library
 from fw.kernels.calls import Kernel
 from fw.kernels.room import Room
@@ -167,3 +167,41 @@ def test_groups_that_the_kernel_does_not_take():
     numbers = torch.zeros(16, dtype=torch.bfloat16)
     assert grouped.GroupedLinear.takes(grouped.GroupedCodes(codes, numbers, torch.ones(4, 5), None))
     assert not grouped.GroupedLinear.takes(grouped.GroupedCodes(codes, numbers, torch.ones(4, 10), None)), "groups of three"
+
+
+@pytest.mark.parametrize("made", [linear.PackedLinear, linear.Int8Linear, linear.W8A8Linear, linear.PlainLinear, "codes"])
+def test_one_layer_gates_another(request, kernel, monkeypatch, made):
+    """To the bit as their results put together afterwards, whose own function is compared with torch's."""
+    flags = request.node.callspec.params["kernel"]
+    monkeypatch.setattr(elementwise, "_SILU_MUL", Kernel(elementwise._SILU_MUL.name, elementwise._SILU_MUL.arguments, flags))
+    for outputs, inputs in ((48, 64), (2816, 96), (32, 4096)):
+
+        def one(bias, outputs=outputs, inputs=inputs):
+            return grouped_layer(outputs, inputs, 16, 4, True, bias)[0] if made == "codes" else made(layer(outputs, inputs, bias))
+
+        gate, up = one(True), one(False)
+        if made != "codes":
+            up = made(torch.nn.Linear(inputs, outputs).bfloat16().requires_grad_(False))
+        with torch.inference_mode():
+            for rows in (1, 3, 16, 70, 700):
+                x = torch.randn(rows, inputs).bfloat16()
+                assert linear.silu_gated(gate, up, x) is None, "computed apart"
+                expected = elementwise.silu_mul(gate(x), up(x))
+                near = F.silu(gate(x).double()) * up(x).double()
+                torch.testing.assert_close(expected.double(), near, rtol=2**-8, atol=1e-6)
+                linear.Together.join([gate, up])
+                assert torch.equal(linear.silu_gated(gate, up, x), expected)
+                gate.together, up.together = linear.Together([gate]), linear.Together([up])
+
+
+def test_what_gates_is_not_computed_together_where_somebody_hears_of_it():
+    gate, up, x = linear.PackedLinear(layer(32, 64, False)), linear.PackedLinear(layer(32, 64, True)), torch.randn(2, 64).bfloat16()
+    linear.Together.join([gate, up])
+    assert linear.silu_gated(up, gate, x) is None and linear.silu_gated(gate, torch.nn.Identity(), x) is None
+    hook = up.register_forward_hook(lambda module, args, out: out + 1)
+    assert linear.silu_gated(gate, up, x) is None
+    hook.remove()
+    assert linear.silu_gated(gate, up, x) is not None
+    uneven = [linear.PackedLinear(layer(40, 64, False)) for _ in range(2)]
+    linear.Together.join(uneven)
+    assert linear.silu_gated(*uneven, x) is None, "forty are no whole registers"

@@ -156,3 +156,25 @@ def test_a_kernel_on_what_nobody_knows():
 
     with pytest.raises(NotRepeatable, match="fw_add_bf16 reads what is neither"):
         record(add, x)
+
+
+def test_a_sum_and_its_norm_are_one_call():
+    """To the bit as one after the other; not of another tensor."""
+    weight = nn.Parameter(torch.rand(64).bfloat16(), requires_grad=False)
+    x_TD, y_TD = torch.randn(5, 64).bfloat16(), torch.randn(5, 64).bfloat16()
+    for shifted in (False, True):
+        for of_sum in (True, False):
+
+            def compute(x_TD, y_TD, shifted=shifted, of_sum=of_sum):
+                sum_TD = x_TD + y_TD
+                normed_TD = elementwise.rms_norm(sum_TD if of_sum else y_TD, weight, 1e-5, shifted=shifted)
+                return torch.cat([sum_TD, normed_TD])
+
+            tape, out = record(compute, x_TD, y_TD, lasting=[weight])
+            names = [kernel.name for kernel, _ in tape._items[0]._made]
+            assert names == (["fw_add_rms_norm_bf16"] if of_sum else ["fw_add_bf16", "fw_rms_norm_bf16"])
+            for _ in range(2):
+                values = torch.randn(5, 64).bfloat16(), torch.randn(5, 64).bfloat16()
+                with torch.inference_mode():
+                    expected = compute(*(value.clone() for value in values))
+                assert torch.equal(played(tape, out, (x_TD, y_TD), values), expected)

@@ -1,7 +1,7 @@
 """fw's own kernels, and whether they are there: of attention, losses, products with codes, and elementwise ones, with gradients or for
 generation; products of one number of rows; and copies beside what computes."""
 
-from fw.kernels import causal, differentiable, elementwise, fixed_rows, gpu, loss
+from fw.kernels import causal, differentiable, elementwise, fixed_rows, gpu, linear, loss
 from fw.kernels.attention import Rows, attend_blocks, available, keep
 from fw.kernels.copies import Copy, Lane
 from fw.kernels.grouped import GroupedCodes
@@ -19,5 +19,6 @@ __all__ = [
     "fixed_rows",
     "gpu",
     "keep",
+    "linear",
     "loss",
 ]

@@ -210,23 +210,24 @@ class Runner:
         self,
         ids_1T: Tensor,
         positions_1T: Tensor,
-        wanted_R: Tensor,
+        wanted_R: Tensor | None,
         see: Callable[[Tensor, Callable[[Tensor], Tensor]], None] | None = None,
     ) -> Tensor:
         """Of the rows that are wanted.
 
         Args:
+            wanted_R: None where all are.
             see: is given hidden states ``[T, D]``, and what makes logits of some of their rows.
         """
 
         def readout(x_1TD: Tensor, head: Head, auxiliary: Tensor | None) -> Tensor:
-            def logits_of(rows_R: Tensor) -> Tensor:
-                logits_RV = self._through(head)(x_1TD[0, rows_R]).float()
+            def logits_of(rows_R: Tensor | None) -> Tensor:
+                logits_RV = self._through(head)(x_1TD[0] if rows_R is None else x_1TD[0, rows_R]).float()
                 return self._ranks.whole_logits(logits_RV, self._model.vocab_size)
 
             if see is not None:
                 see(x_1TD[0], logits_of)
-            return logits_of(wanted_R) if len(wanted_R) else x_1TD.new_empty(0, 0)
+            return logits_of(wanted_R) if wanted_R is None or len(wanted_R) else x_1TD.new_empty(0, 0)
 
         logits_RV: Tensor = self._model(ids_1T, positions_BL=positions_1T, readout=readout)
         return logits_RV

@@ -30,8 +30,8 @@ _SIZES_ON_GPU = (1, 2, 4)
 _Form = tuple[tuple[int, int], ...]
 """Of each sequence the number of tokens, and how many of them, the last ones, are wanted."""
 
-Compute = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Ids and positions ``[1, T]``, and rows of them whose logits are wanted; logits ``[wanted, V]``."""
+Compute = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""Ids and positions ``[1, T]``, and rows of them whose logits are wanted, None where all are; logits ``[wanted, V]``."""
 
 
 class Way(Enum):
@@ -87,7 +87,7 @@ class _Inputs:
         two = [torch.zeros((2, tokens), dtype=torch.int64, pin_memory=True) for _ in range(2)] if is_gpu(device) else []
         self._hosts = two or [self._there]
         self.ids_1T, self.positions_1T = self._there[:1], self._there[1:]
-        self.wanted_R = torch.tensor(rows, device=device)
+        self.wanted_R = None if len(rows) == tokens else torch.tensor(rows, device=device)
 
     def fill(self, pieces: Sequence[Piece], tokens_T: Tensor | None) -> None:
         self._hosts.reverse()
@@ -103,8 +103,12 @@ class _Inputs:
             self.ids_1T[0, : len(at)].copy_(tokens_T)
 
     @property
-    def all(self) -> tuple[Tensor, Tensor, Tensor]:
+    def all(self) -> tuple[Tensor, Tensor, Tensor | None]:
         return self.ids_1T, self.positions_1T, self.wanted_R
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [x for x in self.all if x is not None]
 
 
 class _Recording(Protocol):
@@ -221,7 +225,7 @@ class SteadySteps:
         inputs = _Inputs(rows, count, self._device)
         inputs.fill(pieces, tokens_T)
         self._cache.begin([piece.stretch for piece in pieces], places)
-        recorder = None if self._on_gpu else Recorder(inputs.all, [*places.tensors, *self._model.parameters(), *self._model.buffers()])
+        recorder = None if self._on_gpu else Recorder(inputs.tensors, [*places.tensors, *self._model.parameters(), *self._model.buffers()])
         logits_RV = None
         if not warm:
             with nullcontext() if recorder is None else recorder.recording():

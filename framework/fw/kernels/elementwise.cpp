@@ -17,30 +17,41 @@ void each_rows(long rows, long size, F&& f) {
     pool::each((rows + together - 1) / together, [&](long piece) { f(piece * together, std::min(rows, (piece + 1) * together)); });
 }
 
+// y = round(x / sqrt(mean(x²) + eps)) · w of a row of `size`, a multiple of 16; shifted: x / … · (1 + w), rounded once.
+void norm_row(const uint16_t* x, const uint16_t* w, uint16_t* y, long size, float eps, bool shifted) {
+    Lane squares = {};
+    for (long i = 0; i < size; i += LANES) {
+        Lane v = loaded(x + i);
+        squares += v * v;
+    }
+    const float scale = 1.0f / std::sqrt(added_up(squares) / float(size) + eps);
+    for (long i = 0; i < size; i += LANES) {
+        Lane v = loaded(x + i) * scale;
+        if (shifted) {
+            stored(y + i, v * (1.0f + loaded(w + i)));
+        } else {
+            uint16_t rounded[LANES];
+            stored(rounded, v);
+            stored(y + i, loaded(rounded) * loaded(w + i));
+        }
+    }
+}
+
 }  // namespace
 
-// y = round(x / sqrt(mean(x²) + eps)) · w over rows of `size`, a multiple of 16; shifted: x / … · (1 + w), rounded once.
 extern "C" void fw_rms_norm_bf16(const uint16_t* x, const uint16_t* w, uint16_t* y, long rows, long size, float eps, long shifted) {
     each_rows(rows, size, [=](long begin, long end) {
+        for (long r = begin; r < end; r++) norm_row(x + r * size, w, y + r * size, size, eps, shifted);
+    });
+}
+
+// z = x + y, and the norm of z, to the bit as one after the other.
+extern "C" void fw_add_rms_norm_bf16(const uint16_t* x, const uint16_t* y, uint16_t* z, const uint16_t* w, uint16_t* normed, long rows, long size,
+                                     float eps, long shifted) {
+    each_rows(rows, size, [=](long begin, long end) {
         for (long r = begin; r < end; r++) {
-            const uint16_t* from = x + r * size;
-            uint16_t* to = y + r * size;
-            Lane squares = {};
-            for (long i = 0; i < size; i += LANES) {
-                Lane v = loaded(from + i);
-                squares += v * v;
-            }
-            const float scale = 1.0f / std::sqrt(added_up(squares) / float(size) + eps);
-            for (long i = 0; i < size; i += LANES) {
-                Lane v = loaded(from + i) * scale;
-                if (shifted) {
-                    stored(to + i, v * (1.0f + loaded(w + i)));
-                } else {
-                    uint16_t rounded[LANES];
-                    stored(rounded, v);
-                    stored(to + i, loaded(rounded) * loaded(w + i));
-                }
-            }
+            for (long i = r * size; i < (r + 1) * size; i += LANES) stored(z + i, loaded(x + i) + loaded(y + i));
+            norm_row(z + r * size, w, normed + r * size, size, eps, shifted);
         }
     });
 }
@@ -73,11 +84,7 @@ extern "C" void fw_rotate_bf16(const uint16_t* x, const float* cos, const float*
 extern "C" void fw_silu_mul_bf16(const uint16_t* gate, const uint16_t* up, uint16_t* y, long count) {
     const long whole = count / LANES;
     each_rows(whole, LANES, [=](long begin, long end) {
-        for (long l = begin; l < end; l++) {
-            Lane g = loaded(gate + l * LANES), negative = -g;
-            negative = negative > 88.0f ? Lane{} + 88.0f : negative;
-            stored(y + l * LANES, g / (1.0f + exponential(negative)) * loaded(up + l * LANES));
-        }
+        for (long l = begin * LANES; l < end * LANES; l += LANES) stored(y + l, gated(loaded(gate + l), loaded(up + l)));
     });
     for (long i = whole * LANES; i < count; i++) {
         const float g = from_bf16(gate[i]);
@@ -95,6 +102,7 @@ extern "C" void fw_add_bf16(const uint16_t* x, const uint16_t* y, uint16_t* z, l
 }
 
 AGAIN(fw_rms_norm_bf16)
+AGAIN(fw_add_rms_norm_bf16)
 AGAIN(fw_rotate_bf16)
 AGAIN(fw_silu_mul_bf16)
 AGAIN(fw_add_bf16)

@@ -7,6 +7,7 @@ on other devices and dtypes, or without a compiler (on GPUs, Triton).
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,7 @@ _RMS_NORM = Kernel("fw_rms_norm_bf16", [ctypes.c_void_p] * 3 + [ctypes.c_long] *
 _ROTATE = Kernel("fw_rotate_bf16", [ctypes.c_void_p] * 4 + [ctypes.c_long] * 3)
 _SILU_MUL = Kernel("fw_silu_mul_bf16", [ctypes.c_void_p] * 3 + [ctypes.c_long])
 _ADD = Kernel("fw_add_bf16", [ctypes.c_void_p] * 3 + [ctypes.c_long])
+_ADD_RMS_NORM = Kernel("fw_add_rms_norm_bf16", [ctypes.c_void_p] * 5 + [ctypes.c_long] * 2 + [ctypes.c_float, ctypes.c_long])
 
 
 def _generating() -> bool:
@@ -89,3 +91,16 @@ def add(x: Tensor, y: Tensor, out: Tensor) -> bool:
         return False
     _ADD(x.data_ptr(), y.data_ptr(), out.data_ptr(), x.numel())
     return True
+
+
+Call = tuple[Kernel, Sequence[int]]
+"""A kernel, and what it is given as words."""
+
+
+def at_once(first: Call, second: Call) -> Call | None:
+    """One call that does what these two do, one after the other, where there is such a kernel: a sum, and the norm of it."""
+    if first[0] is not _ADD or second[0] is not _RMS_NORM:
+        return None
+    (x, y, z, count), (of, *rest) = first[1], second[1]
+    rows, size = rest[2:4]
+    return (_ADD_RMS_NORM, (x, y, z, *rest)) if of == z and rows * size == count else None

@@ -250,12 +250,13 @@ void linear(const uint16_t* x, const Layer* layers, long count, long rows, long 
                 sums[l][i] = sum_of(x + i * group, group);
         });
     }
-    each_panel(layers, count, PANEL * inputs / (FOUR ? 2 : 1), [&](const Layer& of, long p, int columns, const char*) {
+    each_panel(layers, count, rows, PANEL * inputs / (FOUR ? 2 : 1),
+               [&](const Layer& of, long p, int columns, const char*, uint16_t* y, long step) {
         const long at = p * PANEL * (inputs / of.group);
         const float *scale = of.scale + at, *offset = of.offset ? of.offset + at : nullptr;
         const float *of_x = offset ? sums[&of - layers].data() : nullptr, *bias = of.bias ? of.bias + p * PANEL : nullptr;
         auto with = [&](const auto& w) {
-            against(x, w, scale, offset, of_x, bias, of.y + p * PANEL, rows, inputs, of.outputs, of.group, columns);
+            against(x, w, scale, offset, of_x, bias, y, rows, inputs, step, of.group, columns);
         };
         const uint8_t* codes = (const uint8_t*)of.weight + p * PANEL * inputs / (FOUR ? 2 : 1);
         if (rows <= FEW) {

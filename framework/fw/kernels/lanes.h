@@ -99,6 +99,13 @@ static inline Lane exponential(Lane x) {
     return (Lane)((Bits)p + (whole << 23));
 }
 
+// gate / (1 + e^-gate) · up.
+static inline Lane gated(Lane gate, Lane up) {
+    Lane negative = -gate;
+    negative = negative > 88.0f ? Lane{} + 88.0f : negative;
+    return gate / (1.0f + exponential(negative)) * up;
+}
+
 #if defined(__AVX512F__)
 // Sixteen times sixteen words: the k-th has the k-th word of each afterwards. Four steps, each of which halves how far words are from their
 // place.

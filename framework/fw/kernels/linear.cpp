@@ -301,34 +301,34 @@ void count_left(int rows, const uint8_t* x, long k4, const int8_t* panel, int32_
 }
 
 void linear_bf16(const uint16_t* x, const Layer* layers, long count, long rows, long inputs) {
-    each_panel(layers, count, PANEL * inputs * 2, [=](const Layer& of, long p, int columns, const char* next) {
-        against(x, (const uint16_t*)of.weight + p * PANEL * inputs, nullptr, of.bias ? of.bias + p * PANEL : nullptr, of.y + p * PANEL,
-                rows, inputs, of.outputs, columns, next);
+    each_panel(layers, count, rows, PANEL * inputs * 2, [=](const Layer& of, long p, int columns, const char* next, uint16_t* y, long step) {
+        against(x, (const uint16_t*)of.weight + p * PANEL * inputs, nullptr, of.bias ? of.bias + p * PANEL : nullptr, y, rows, inputs, step,
+                columns, next);
     });
 }
 
 // As in a file: each thread makes the panel it needs, which stays in its cache.
 void linear_plain(const uint16_t* x, const Layer* layers, long count, long rows, long inputs) {
-    each_panel(layers, count, PANEL * inputs * 2, [=](const Layer& of, long p, int columns, const char*) {
+    each_panel(layers, count, rows, PANEL * inputs * 2, [=](const Layer& of, long p, int columns, const char*, uint16_t* y, long step) {
         thread_local std::vector<uint16_t> panel;
         panel.resize(PANEL * inputs);
         panel_of((const uint16_t*)of.weight + p * PANEL * of.output_step, of.output_step, of.input_step, columns, inputs, panel.data());
-        against(x, panel.data(), nullptr, of.bias ? of.bias + p * PANEL : nullptr, of.y + p * PANEL, rows, inputs, of.outputs, columns);
+        against(x, panel.data(), nullptr, of.bias ? of.bias + p * PANEL : nullptr, y, rows, inputs, step, columns);
     });
 }
 
 void linear_w8(const uint16_t* x, const Layer* layers, long count, long rows, long inputs) {
-    each_panel(layers, count, PANEL * inputs, [=](const Layer& of, long p, int columns, const char* next) {
+    each_panel(layers, count, rows, PANEL * inputs, [=](const Layer& of, long p, int columns, const char* next, uint16_t* y, long step) {
         const int8_t* codes = (const int8_t*)of.weight + p * PANEL * inputs;
         const float* bias = of.bias ? of.bias + p * PANEL : nullptr;
         if (rows <= FEW) {
-            against(x, codes, of.scale + p * PANEL, bias, of.y + p * PANEL, rows, inputs, of.outputs, columns, next);
+            against(x, codes, of.scale + p * PANEL, bias, y, rows, inputs, step, columns, next);
             return;
         }
         thread_local std::vector<uint16_t> wide;
         wide.resize(PANEL * inputs);
         widen(codes, PANEL * inputs, wide.data());
-        against(x, wide.data(), of.scale + p * PANEL, bias, of.y + p * PANEL, rows, inputs, of.outputs, columns);
+        against(x, wide.data(), of.scale + p * PANEL, bias, y, rows, inputs, step, columns);
     });
 }
 
@@ -341,7 +341,7 @@ void linear_w8a8(const uint16_t* x, const Layer* layers, long count, long rows, 
         for (long r = piece * together; r < std::min(rows, (piece + 1) * together); r++)
             codes_of(x + r * inputs, inputs, k4 * 4, codes.data() + r * k4 * 4, &of_row[r]);
     });
-    each_panel(layers, count, PANEL * k4 * 4, [&](const Layer& of, long p, int columns, const char* next) {
+    each_panel(layers, count, rows, PANEL * k4 * 4, [&](const Layer& of, long p, int columns, const char* next, uint16_t* y, long step) {
         int32_t sums[PANEL] = {};
         std::copy_n(of.sums + p * PANEL, columns, sums);
         const int8_t* panel = (const int8_t*)of.weight + p * PANEL * k4 * 4;
@@ -350,7 +350,7 @@ void linear_w8a8(const uint16_t* x, const Layer* layers, long count, long rows, 
             for (int half = 0; half < 2; half++)
                 halves[half] = __builtin_convertvector(bits(counted + half * LANES) - 128 * bits(sums + half * LANES), Lane) * of_row[r];
             finish(halves[0], halves[1], of.scale + p * PANEL, of.bias ? of.bias + p * PANEL : nullptr,
-                   of.y + r * of.outputs + p * PANEL, columns);
+                   y + r * step, columns);
         };
 #if defined(FW_AMX)
         if (amx::here && rows > FEW_CODES) {  // sums of whole numbers are the same either way

@@ -15,7 +15,7 @@ from fw.kernels.calls import Kernel
 from fw.kernels.room import Room
 from fw.planned import on_gpu
 
-PANEL = 32
+PANEL, LANES = 32, 16
 LINEAR = Kernel("fw_linear", [ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_long, ctypes.c_long, ctypes.c_long])
 """Of linear.cpp."""
 
@@ -59,7 +59,7 @@ class _Layer(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("weight", "scale", "sums", "bias", "y")),
         *((name, ctypes.c_long) for name in ("outputs", "output_step", "input_step")),
         *((name, ctypes.c_void_p) for name in ("offset", "table")),
-        ("group", ctypes.c_long),
+        *((name, ctypes.c_long) for name in ("group", "gates")),
     ]
 
 
@@ -133,17 +133,43 @@ class Together:
             if not self._found:
                 self._of = None
             return known
-        flat_I = x_I.contiguous()
-        rows = flat_I.numel() // self._inputs
-        found = {}
-        layers = type(self._described).from_buffer_copy(self._described)
+        layers, found = self._copied(), {}
         for each, described in zip(self._layers, layers, strict=True):
             found[each] = y_O = torch.empty(*x_I.shape[:-1], each.out_features, dtype=torch.bfloat16)
             described.y = y_O.data_ptr()
-        LINEAR(layer.kind, flat_I.data_ptr(), layers, len(found), rows, self._inputs)
+        self._run(x_I, layers)
         y_O = found.pop(layer)
         self._of, self._found = (x_I, found) if found else (None, {})
         return y_O
+
+    def gated(self, x_I: Tensor) -> Tensor:
+        """``silu`` of what the first of two makes of x, times what the second does."""
+        layers = self._copied()
+        y_O = torch.empty(*x_I.shape[:-1], self._layers[0].out_features, dtype=torch.bfloat16)
+        layers[0].gates, layers[0].y, layers[1].y = 1, y_O.data_ptr(), y_O.data_ptr()
+        self._run(x_I, layers)
+        return y_O
+
+    def gates(self, gate: nn.Module, up: nn.Module) -> bool:
+        """Whether these are the two, and the kernel takes them so."""
+        return len(self._layers) == 2 and self._layers[0] is gate and self._layers[1] is up and gate.out_features % LANES == 0
+
+    def _copied(self) -> ctypes.Array[_Layer]:
+        return type(self._described).from_buffer_copy(self._described)
+
+    def _run(self, x_I: Tensor, layers: ctypes.Array[_Layer]) -> None:
+        flat_I = x_I.contiguous()
+        LINEAR(self._layers[0].kind, flat_I.data_ptr(), layers, len(layers), flat_I.numel() // self._inputs, self._inputs)
+
+
+def silu_gated(gate: nn.Module, up: nn.Module, x_I: Tensor) -> Tensor | None:
+    """``silu(gate(x)) · up(x)``, to the bit as :func:`fw.kernels.elementwise.silu_mul` of both gives it, without either lying in memory;
+    None where the two are not computed together, or somebody hears of one's results."""
+    if not isinstance(gate, PackedLinear) or not gate.together.gates(gate, up):
+        return None
+    if any(layer._forward_hooks or layer._forward_pre_hooks for layer in (gate, up)):
+        return None
+    return gate.together.gated(x_I)
 
 
 class PlainLinear(PackedLinear):

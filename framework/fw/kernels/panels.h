@@ -67,15 +67,41 @@ struct Layer {
     const float* offset;           // of groups
     const uint16_t* table;         // what codes of 4 bits stand for
     long group;                    // inputs
+    long gates;                    // whether it gates what the next one gives: y is silu of it times that
 };
 
-// f(layer, panel, its columns, the panel that this thread has next, most likely, or null) of all panels of all layers, each panel of so many
-// bytes, in pieces.
+inline const char* panel_at(const Layer& layer, long p, long panel_bytes) { return (const char*)layer.weight + p * panel_bytes; }
+inline int columns_of(const Layer& layer, long p) { return int(std::min<long>(PANEL, layer.outputs - p * PANEL)); }
+
+// As each_panel, of a layer that gates the next one. A panel's results of both stay in the cache until they are put together.
 template <typename F>
-void each_panel(const Layer* layers, long count, long panel_bytes, F&& f) {
+void each_gated(const Layer& gate, const Layer& up, long rows, long panel_bytes, F&& f) {
+    const long panels = (gate.outputs + PANEL - 1) / PANEL, together = std::max<long>(1, PIECE / 2 / panel_bytes), threads = pool::threads();
+    pool::each((panels + together - 1) / together, [&](long i) {
+        thread_local std::vector<uint16_t> found;
+        found.resize(2 * rows * PANEL);
+        uint16_t *const of_gate = found.data(), *const of_up = of_gate + rows * PANEL;
+        const long end = std::min(panels, (i + 1) * together), other = (i + threads) * together;
+        for (long p = i * together; p < end; p++) {
+            const int columns = columns_of(gate, p);
+            const long then = p + 1 < end ? p + 1 : other;
+            f(gate, p, columns, panel_at(up, p, panel_bytes), of_gate, long(PANEL));
+            f(up, p, columns, then < panels ? panel_at(gate, then, panel_bytes) : nullptr, of_up, long(PANEL));
+            for (long r = 0; r < rows; r++)
+                for (long n = 0; n < columns; n += LANES)
+                    stored(gate.y + r * gate.outputs + p * PANEL + n, gated(loaded(of_gate + r * PANEL + n), loaded(of_up + r * PANEL + n)));
+        }
+    });
+}
+
+// f(layer, panel, its columns, the panel that this thread has next, most likely, or null, where the results of its rows begin and how far they are
+// from each other) of all panels of all layers, each panel of so many bytes, in pieces.
+template <typename F>
+void each_panel(const Layer* layers, long count, long rows, long panel_bytes, F&& f) {
     struct Part {
         long layer, begin, end;
     };
+    if (layers[0].gates) return each_gated(layers[0], layers[1], rows, panel_bytes, f);
     std::vector<Part> parts;
     const long together = std::max<long>(1, PIECE / panel_bytes);
     for (long l = 0; l < count; l++) {
@@ -83,13 +109,13 @@ void each_panel(const Layer* layers, long count, long panel_bytes, F&& f) {
         for (long p = 0; p < panels; p += together) parts.push_back({l, p, std::min(panels, p + together)});
     }
     const long threads = pool::threads();
-    auto at = [&](long layer, long p) { return (const char*)layers[layer].weight + p * panel_bytes; };
     pool::each(long(parts.size()), [&](long i) {
         const Part& part = parts[i];
         const Layer& layer = layers[part.layer];
-        const char* next = i + threads < long(parts.size()) ? at(parts[i + threads].layer, parts[i + threads].begin) : nullptr;
+        const Part* other = i + threads < long(parts.size()) ? &parts[i + threads] : nullptr;
+        const char* next = other ? panel_at(layers[other->layer], other->begin, panel_bytes) : nullptr;
         for (long p = part.begin; p < part.end; p++)
-            f(layer, p, int(std::min<long>(PANEL, layer.outputs - p * PANEL)), p + 1 < part.end ? at(part.layer, p + 1) : next);
+            f(layer, p, columns_of(layer, p), p + 1 < part.end ? panel_at(layer, p + 1, panel_bytes) : next, layer.y + p * PANEL, layer.outputs);
     });
 }
 

@@ -72,15 +72,25 @@ class _Calls:
     """Kernels, one after another."""
 
     def __init__(self) -> None:
-        self._made: list[tuple[int, ctypes.Array[ctypes.c_int64]]] = []
+        self._made: list[elementwise.Call] = []
         self._array: Any = None
+        self._words: list[ctypes.Array[ctypes.c_int64]] = []
 
     def append(self, kernel: Kernel, words: Sequence[int]) -> None:
-        self._made.append((kernel.with_words, (ctypes.c_int64 * len(words))(*words)))
+        call = kernel, words
+        if self._made and (both := elementwise.at_once(self._made[-1], call)) is not None:
+            self._made.pop()
+            call = both
+        self._made.append(call)
 
     def __call__(self) -> None:
         if self._array is None:
-            made = [word for function, words in self._made for word in (function, ctypes.addressof(words))]
+            self._words = [(ctypes.c_int64 * len(words))(*words) for _, words in self._made]
+            made = [
+                word
+                for (kernel, _), words in zip(self._made, self._words, strict=True)
+                for word in (kernel.with_words, ctypes.addressof(words))
+            ]
             self._array = (ctypes.c_void_p * len(made))(*made)
         _AGAIN(self._array, len(self._made))
 

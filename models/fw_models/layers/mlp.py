@@ -8,7 +8,7 @@ from functools import partial
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fw.api.kernels import differentiable, elementwise
+from fw.api.kernels import differentiable, elementwise, linear
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -33,6 +33,8 @@ class GatedMLP(nn.Module):
     def forward(self, x_BLD: Tensor) -> Tensor:
         """``[B, L, D]`` → ``[B, L, D]``."""
         if self.activation is F.silu:
+            if elementwise.applies(x_BLD) and (both := linear.silu_gated(self.gate_proj, self.up_proj, x_BLD)) is not None:
+                return self.down_proj(both)
             for kernels in (differentiable, elementwise):
                 if kernels.applies(x_BLD):
                     gate, up = self.gate_proj(x_BLD), self.up_proj(x_BLD)
