@@ -93,7 +93,8 @@ inline void each_run(const Shape& s, const Tile& tile, long begin, long count, F
 // The rows of bytes that a tile reads of the chunk that begins at `begin`: keys, values, and what comes next, padded to a multiple of `whole`.
 inline void name_rows(const Call& c, const Tile& tile, long begin, long count, long whole, const uint8_t* zeros, const Tile* next,
                       long next_begin, Stream& stream) {
-    const long first = c.s.first_of(tile.position) - begin, sinks = c.s.sinks - begin, step = c.s.row_bytes;  // what only sinks are seen of is skipped
+    // What only sinks are seen of is skipped.
+    const long first = c.s.first_of(tile.position) - begin, sinks = c.s.sinks - begin, step = c.s.row_bytes;
     stream.row_bytes = step;
     stream.padded = (count + whole - 1) / whole * whole;
     const uint8_t **keys = stream.row, **values = keys + stream.padded, **after = values + stream.padded;

@@ -43,14 +43,15 @@ inline const char* together(const uint8_t* const* rows, long bytes, char* copy) 
 // Queries up to which their scores lie one position's behind another's.
 constexpr long FEW_QUERIES = 4;
 
-// Of sixteen positions' scores by query, [16, 16] or [16, FEW_QUERIES], those of some queries by position, times `scale`.
-inline void scores_by_query(const float* found, long queries, float scale, float* to) {
+// Of sixteen positions' scores by query, which lie so far `apart`, those of some queries by position, times `scale`.
+inline void scores_by_query(const float* found, long apart, long queries, float scale, float* to) {
     const __m512 by = _mm512_set1_ps(scale);
-    if (queries <= FEW_QUERIES) {
+    if (apart == FEW_QUERIES) {
         const __m512 at[4] = {_mm512_load_ps(found), _mm512_load_ps(found + 16), _mm512_load_ps(found + 32), _mm512_load_ps(found + 48)};
         for (int q = 0; q < queries; q += 2) {
             // Eight positions of two queries.
-            const __m512i two = _mm512_add_epi32(_mm512_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28, 1, 5, 9, 13, 17, 21, 25, 29), _mm512_set1_epi32(q));
+            const __m512i of_first = _mm512_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28, 1, 5, 9, 13, 17, 21, 25, 29);
+            const __m512i two = _mm512_add_epi32(of_first, _mm512_set1_epi32(q));
             const __m512 first = _mm512_permutex2var_ps(at[0], two, at[1]), second = _mm512_permutex2var_ps(at[2], two, at[3]);
             _mm512_storeu_ps(to + q * CHUNK, _mm512_mul_ps(_mm512_shuffle_f32x4(first, second, 0x44), by));
             if (q + 1 < queries) _mm512_storeu_ps(to + (q + 1) * CHUNK, _mm512_mul_ps(_mm512_shuffle_f32x4(first, second, 0xee), by));
@@ -145,7 +146,7 @@ inline void attend_chunk_by_tiles(const Call& c, const Tile& tile, long begin, W
             amx::settle();
             const long here = std::min(SIDE, rows - t * SIDE);
             for (long b = 0; b < blocks; b++)
-                scores_by_query(sums + b * SIDE * SIDE, here, s.scale, work.scores.data() + t * SIDE * CHUNK + from + b * SIDE);
+                scores_by_query(sums + b * SIDE * SIDE, apart, here, s.scale, work.scores.data() + t * SIDE * CHUNK + from + b * SIDE);
         }
     }
     for (long r = 0; r < rows; r++) {

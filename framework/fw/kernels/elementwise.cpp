@@ -46,8 +46,8 @@ extern "C" void fw_rms_norm_bf16(const uint16_t* x, const uint16_t* w, uint16_t*
 }
 
 // z = x + y, and the norm of z, to the bit as one after the other.
-extern "C" void fw_add_rms_norm_bf16(const uint16_t* x, const uint16_t* y, uint16_t* z, const uint16_t* w, uint16_t* normed, long rows, long size,
-                                     float eps, long shifted) {
+extern "C" void fw_add_rms_norm_bf16(const uint16_t* x, const uint16_t* y, uint16_t* z, const uint16_t* w, uint16_t* normed, long rows,
+                                     long size, float eps, long shifted) {
     each_rows(rows, size, [=](long begin, long end) {
         for (long r = begin; r < end; r++) {
             for (long i = r * size; i < (r + 1) * size; i += LANES) stored(z + i, loaded(x + i) + loaded(y + i));

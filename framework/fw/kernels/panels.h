@@ -76,7 +76,8 @@ inline int columns_of(const Layer& layer, long p) { return int(std::min<long>(PA
 // As each_panel, of a layer that gates the next one. A panel's results of both stay in the cache until they are put together.
 template <typename F>
 void each_gated(const Layer& gate, const Layer& up, long rows, long panel_bytes, F&& f) {
-    const long panels = (gate.outputs + PANEL - 1) / PANEL, together = std::max<long>(1, PIECE / 2 / panel_bytes), threads = pool::threads();
+    const long panels = (gate.outputs + PANEL - 1) / PANEL, together = std::max<long>(1, PIECE / 2 / panel_bytes);
+    const long threads = pool::threads();
     pool::each((panels + together - 1) / together, [&](long i) {
         thread_local std::vector<uint16_t> found;
         found.resize(2 * rows * PANEL);
