@@ -1,7 +1,7 @@
-"""fw's own kernels, and whether they are there: of attention, losses, products with codes, and elementwise ones, with gradients or for
-generation; products of one number of rows; and copies beside what computes."""
+"""fw's own kernels, and whether they are there: of attention, losses, AdamW, products with codes and of matrices, and elementwise ones,
+with gradients or for generation; products of one number of rows; and copies beside what computes."""
 
-from fw.kernels import causal, differentiable, elementwise, fixed_rows, gpu, linear, loss
+from fw.kernels import adamw, causal, differentiable, elementwise, fixed_rows, gpu, linear, loss, matrix
 from fw.kernels.attention import Rows, attend_blocks, available, keep
 from fw.kernels.copies import Copy, Lane
 from fw.kernels.grouped import GroupedCodes
@@ -11,6 +11,7 @@ __all__ = [
     "GroupedCodes",
     "Lane",
     "Rows",
+    "adamw",
     "attend_blocks",
     "available",
     "causal",
@@ -21,4 +22,5 @@ __all__ = [
     "keep",
     "linear",
     "loss",
+    "matrix",
 ]

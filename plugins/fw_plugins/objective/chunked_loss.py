@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from fw.api import IGNORED, Head, LinearHead
-from fw.api.kernels import loss as kernels
+from fw.api.kernels import loss as kernels, matrix
 
 _ROWS_AT_A_TIME = 4096
 """Of the weight's gradient, where it is summed in another dtype than the products have."""
@@ -97,7 +97,8 @@ class _Chunked(torch.autograd.Function):
         wants_x, wants_weight = (learns and wanted for wanted in ctx.needs_input_grad[:2])
         chunk = _chunk_by_kernel if kernels.takes(dtype, x_TD, weight_VD) else _chunk
         with torch.autocast(device, enabled=False):
-            product_VD = weight_VD.detach().to(dtype)
+            by_matrix = matrix.takes(x_TD.detach().to(dtype), weight_VD.detach().t(), dtype)  # which reads weights in any dtype
+            product_VD = weight_VD.detach() if by_matrix else weight_VD.detach().to(dtype)
             total = torch.zeros((), device=x_TD.device)
             grad_x_TD = torch.empty_like(x_TD) if wants_x else None
             summed = weight_VD.dtype if tokens >= len(x_TD) else torch.float32
@@ -106,12 +107,14 @@ class _Chunked(torch.autograd.Function):
             for first in range(0, len(x_TD), tokens):
                 rows = slice(first, first + tokens)
                 x_cD, labels_c = x_TD[rows].detach().to(dtype), labels_T[rows]
-                loss, grad_cV = chunk(F.linear(x_cD, product_VD), labels_c, token_loss, softcap, wants_x or wants_weight)
+                z_cV = matrix.product(x_cD, product_VD.t(), dtype) if by_matrix else F.linear(x_cD, product_VD)
+                loss, grad_cV = chunk(z_cV, labels_c, token_loss, softcap, wants_x or wants_weight)
+                del z_cV
                 total += loss
                 if grad_cV is not None:
                     grad_cV = grad_cV.to(dtype)
                     if grad_x_TD is not None:
-                        grad_x_TD[rows] = grad_cV @ product_VD
+                        grad_x_TD[rows] = matrix.product(grad_cV, product_VD, torch.float32) if by_matrix else grad_cV @ product_VD
                     if grad_weight_VD is not None:
                         add_product(grad_weight_VD, grad_cV, x_cD, to_nothing=first == 0)
                     del grad_cV  # before the next chunk's logits
@@ -197,6 +200,9 @@ def add_product(sum_VD: Tensor, grad_cV: Tensor, x_cD: Tensor, *, to_nothing: bo
     Args:
         to_nothing: the sum is this product; what it holds before does not matter.
     """
+    if matrix.takes(grad_cV.t(), x_cD, sum_VD.dtype):
+        matrix.add_product(sum_VD, grad_cV.t(), x_cD, to_nothing=to_nothing)
+        return
     if grad_cV.dtype == sum_VD.dtype:
         sum_VD.addmm_(grad_cV.t(), x_cD, beta=0 if to_nothing else 1)
         return

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from fw.api import OptimizerOptions, OptimizerPlugin, OptimizerSpec, UserError
+from fw.api.kernels import adamw as kernel
+from fw_plugins.optimizer.per_parameter import local
 
 
 @dataclass
@@ -34,7 +39,44 @@ class AdamWConfig(MomentsConfig):
     """AdamW keeps two moments per parameter, in the parameter's dtype."""
 
     fused: bool | None = None
-    """One kernel per step instead of many: no temporary copies. Empty for wherever the device has it."""
+    """One kernel per step instead of many: no temporary copies. Empty for wherever the device has it; on the CPU for fw's own."""
+
+
+class AdamWUpdate(torch.optim.AdamW):
+    """torch's, where fw's kernel updates what is on the CPU: a pass over each parameter in which gradients are clipped as well.
+
+    State is torch's own. What the kernel does not take, torch's update does.
+    """
+
+    grad_factor: Tensor | None = None
+    """What gradients of the next step are multiplied by."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Update every parameter that has a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        factor, self.grad_factor = self.grad_factor, None
+        gathered = [(group, *self._gathered(group)) for group in self.param_groups]
+        if all(kernel.takes(*alike) for _, lists, _ in gathered for alike in zip(*lists, strict=True)):
+            for group, lists, steps in gathered:
+                if steps:
+                    options = {key: group[key] for key in ("lr", "betas", "eps", "weight_decay")}
+                    kernel.update(lists[0], lists[1], lists[2], lists[3], steps, factor=factor, **options)
+            return loss
+        if factor is not None:
+            torch._foreach_mul_([grad for _, lists, _ in gathered for grad in lists[1]], factor)
+        super().step()
+        return loss
+
+    def _gathered(self, group: dict[str, Any]) -> tuple[list[list[Tensor]], list[Tensor]]:
+        """Parameters, gradients and both moments, of each what this rank has; and how many steps each has made."""
+        lists: list[list[Tensor]] = [[], [], [], []]
+        steps: list[Tensor] = []
+        self._init_group(group, lists[0], lists[1], lists[2], lists[3], [], steps)
+        return [[local(tensor) for tensor in of] for of in lists], steps
 
 
 class AdamW(OptimizerPlugin):
@@ -45,8 +87,9 @@ class AdamW(OptimizerPlugin):
     config: AdamWConfig
 
     def spec(self, device: torch.device) -> OptimizerSpec:
-        """torch's AdamW, fused on cpu and cuda."""
+        """torch's AdamW, fused on cpu and cuda; on the CPU by fw's kernel, where it is there."""
         c = self.config
         fused = device.type in ("cpu", "cuda") if c.fused is None else c.fused
         arguments = {"betas": tuple(c.betas), "eps": c.eps, "fused": fused}
-        return OptimizerSpec(torch.optim.AdamW, c.lr, c.weight_decay, arguments, in_backward=c.in_backward)
+        cls = AdamWUpdate if c.fused is None and device.type == "cpu" and kernel.available() else torch.optim.AdamW
+        return OptimizerSpec(cls, c.lr, c.weight_decay, arguments, in_backward=c.in_backward)

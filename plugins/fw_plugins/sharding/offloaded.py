@@ -64,8 +64,10 @@ class OffloadedOptimizer:
             for group in optimizer.param_groups:
                 group["lr"] = lr
 
-    def step(self, grads: Mapping[nn.Parameter, Tensor]) -> None:
-        """Update parameters by this rank's part of their gradients, wherever that is."""
+    def step(self, grads: Mapping[nn.Parameter, Tensor], factor: Tensor | None = None) -> None:
+        """Update parameters by this rank's part of their gradients, wherever that is, times ``factor``."""
+        if factor is not None:
+            torch._foreach_mul_(list(grads.values()), factor)
         for parameter, grad in _arriving(grads):
             host, optimizer = self._each[parameter]
             host.grad = grad.to(host.dtype)

@@ -99,8 +99,17 @@ class WholeOptimizer:
         for group in self._optimizer.param_groups:
             group["lr"] = lr
 
-    def step(self, grads: Mapping[nn.Parameter, Tensor]) -> None:
-        """Update by the parameters' ``.grad``, of which ``grads`` are this rank's parts."""
+    def step(self, grads: Mapping[nn.Parameter, Tensor], factor: Tensor | None = None) -> None:
+        """Update by the parameters' ``.grad``, of which ``grads`` are this rank's parts.
+
+        Args:
+            factor: what gradients are multiplied by, a scalar in fp32; ``grads`` may be so afterwards.
+        """
+        if factor is not None:
+            if hasattr(self._optimizer, "grad_factor"):
+                self._optimizer.grad_factor = factor
+            else:
+                torch._foreach_mul_(list(grads.values()), factor)
         self._optimizer.step()
 
     def weights_changed(self) -> None:
@@ -135,8 +144,10 @@ class SeparateOptimizers(WholeOptimizer):
             for group in optimizer.param_groups:
                 group["lr"] = lr
 
-    def step(self, grads: Mapping[nn.Parameter, Tensor]) -> None:
+    def step(self, grads: Mapping[nn.Parameter, Tensor], factor: Tensor | None = None) -> None:
         """Update these parameters, by ``.grad`` where they have it; else a copy in their own dtype takes that place for a moment."""
+        if factor is not None:
+            torch._foreach_mul_(list(grads.values()), factor)
         for parameter, grad in grads.items():
             if parameter.grad is not None:
                 self._each[parameter].step()
@@ -283,12 +294,10 @@ class TorchStepper(Stepper):
         if not finite:
             self._drop_gradients()
             return StepResult(norm, skipped=True)
-        if self._scale.scaling is not None:
-            torch._foreach_mul_(list(grads.values()), (self._clip_factor(norm) * unscale).to(torch.float32))
-        elif self._clip_norm:
-            torch._foreach_mul_(list(grads.values()), self._clip_factor(norm).to(torch.float32))
+        changes = self._clip_norm or self._scale.scaling is not None
+        factor = (self._clip_factor(norm) * unscale).to(torch.float32) if changes else None
         self._optimizer.set_lr(self._lr * lr_factor)
-        self._optimizer.step(grads)
+        self._optimizer.step(grads, factor)
         self._drop_gradients()
         return StepResult(norm)
 

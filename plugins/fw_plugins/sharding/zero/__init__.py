@@ -114,4 +114,5 @@ def _optimizer(spec: StepSpec, groups: list[dict[str, Any]]) -> torch.optim.Opti
 def _is_adamw(spec: StepSpec) -> bool:
     """Whether DeepSpeed's AdamW computes the same."""
     arguments = spec.optimizer.arguments
-    return spec.optimizer.cls is torch.optim.AdamW and not arguments.get("amsgrad") and not arguments.get("maximize")
+    cls = spec.optimizer.cls
+    return isinstance(cls, type) and issubclass(cls, torch.optim.AdamW) and not arguments.get("amsgrad") and not arguments.get("maximize")
