@@ -36,7 +36,9 @@ would allow, measured in the same round; above 1 where fw's own kernels are fast
 on, by the events of torch's allocator. **Resident**: the most that a process had. Peers run as their documentation shows: transformers and
 litgpt under autocast, peft over transformers, torch's `fully_shard` over transformers, accelerate (which on a CPU divides
 nothing), `torch.compile` of the whole model where it says compiled; fw compiles blocks, and where it says lean its blocks keep the
-results of products and attention alone (`activation={name: selective, matmul_every: 1}`), with logits of 256 tokens at a time.
+results of products and attention alone (`activation={name: selective, matmul_every: 1}`), with logits of 256 tokens at a time; selective is
+`activation=selective`, which keeps each second product's; with 16-bit gradients they wait for the update as backward's products give them
+(`precision={name: bf16, accumulate: bf16}`).
 
 ![tokens per second of fw, of the best peer's](benchmarks.svg)
 """

@@ -19,11 +19,14 @@ OVERRIDES = {
     "fw": [],
     "fw, compiled": ["train.compile=true"],
     "fw, lean": ["activation={name: selective, matmul_every: 1}", f"objective.chunk_tokens={CHUNK // 2}"],
+    "fw, selective": ["activation=selective"],
+    "fw, 16-bit gradients": ["precision={name: bf16, accumulate: bf16}"],
 }
-"""Of fw's ways. Lean: blocks keep results of products and of attention alone, and half the logits are there at a time."""
+"""Of fw's ways. Lean: blocks keep results of products and of attention alone, and half the logits are there at a time. Selective: of
+products each second result. 16-bit gradients: as backward's products give them, until the update."""
 _PEERS = ("transformers", "transformers, compiled", "litgpt", "litgpt, compiled")
-_WHOLE = (*OVERRIDES, *_PEERS)
-_ADAPTERS = ("fw", "fw, compiled", "peft", "peft, compiled")
+_WHOLE = ("fw", "fw, compiled", "fw, lean", *_PEERS)
+_ADAPTERS = ("fw", "fw, compiled", "fw, selective", "peft", "peft, compiled")
 _RANKS = ("fw", "fw, compiled", "torch fully_shard", "torch fully_shard, compiled", "accelerate's DDP")
 
 
@@ -60,7 +63,7 @@ CASES = {
     "336 M, bf16": Case(LARGE, "bf16", rows=1),
     "336 M, LoRA, bf16": Case(LARGE, "bf16", rows=1, trains="lora", ways=_ADAPTERS),
     "336 M, QLoRA, bf16": Case(LARGE, "bf16", rows=1, trains="qlora", ways=_ADAPTERS),
-    "56 M, recomputed, bf16": Case(SMALL, "bf16", recomputed=True, ways=("fw", "fw, compiled", *_PEERS)),
+    "56 M, recomputed, bf16": Case(SMALL, "bf16", recomputed=True, ways=("fw", "fw, compiled", "fw, 16-bit gradients", *_PEERS)),
     "56 M, two ranks, bf16": Case(SMALL, "bf16", ranks=2, ways=_RANKS),
 }
 

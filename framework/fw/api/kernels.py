@@ -1,7 +1,7 @@
-"""fw's own kernels, and whether they are there: of attention, losses, AdamW, products with codes and of matrices, and elementwise ones,
-with gradients or for generation; products of one number of rows; and copies beside what computes."""
+"""fw's own kernels, and whether they are there: of attention, losses, AdamW, changes of low rank, products with codes and of matrices, and
+elementwise ones, with gradients or for generation; products of one number of rows; and copies beside what computes."""
 
-from fw.kernels import adamw, causal, differentiable, elementwise, fixed_rows, gpu, linear, loss, matrix
+from fw.kernels import adamw, causal, differentiable, elementwise, fixed_rows, gpu, linear, loss, lowrank, matrix
 from fw.kernels.attention import Rows, attend_blocks, available, keep
 from fw.kernels.copies import Copy, Lane
 from fw.kernels.grouped import GroupedCodes
@@ -22,5 +22,6 @@ __all__ = [
     "keep",
     "linear",
     "loss",
+    "lowrank",
     "matrix",
 ]

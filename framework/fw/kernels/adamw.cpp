@@ -50,8 +50,8 @@ void changed(T* p, const T* g, T* m, T* v, long count, const How& how) {
 
 }  // namespace
 
-// p, m, v after a step, of `count` numbers in bfloat16 where `half`, else in fp32: m += first (g factor - m), v = second v + (1 - second) (g factor)²,
-// p = keep p - rate m / (√v / root + eps).
+// p, m, v after a step, of `count` numbers in bfloat16 where `half`, else in fp32: m += first (g factor - m),
+// v = second v + (1 - second) (g factor)², p = keep p - rate m / (√v / root + eps).
 extern "C" void fw_adamw(void* p, const void* g, void* m, void* v, long half, long count, float factor, float keep, float first, float second,
                          float eps, float rate, float root) {
     const How how{factor, keep, first, second, eps, rate, root};

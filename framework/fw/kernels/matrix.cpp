@@ -18,9 +18,7 @@ namespace {
 constexpr long INNER = 2048;        // what is summed over before sums go to c
 constexpr long PACKED = 4 << 20;    // bytes of panels that are there at once, about
 constexpr long NEAR = 1 << 20;      // bytes of rows that stay in a core's cache
-constexpr long DEEP = 16;           // steps that stay in the nearest cache
 constexpr long PAST = 16 << 20;     // bytes of results beyond which these go past the caches
-constexpr long SUMS = SIDE * SIDE;  // of a block of rows and a panel
 
 // 32 sums into a row of c.
 inline void put(const float* sums, float* c, long count, bool add, bool past) {
@@ -43,93 +41,26 @@ inline void put(const float* sums, uint16_t* c, long count, bool add, bool past)
     _mm512_mask_storeu_epi16(c, first(count), both);
 }
 
-// sums [32, 32] (+)= 32 rows of so many steps times a panel's.
-template <typename F>
-inline void multiplied(const char* a, const char* panel, long steps, float* sums, bool add, F&& between) {
-    constexpr long ROW = SIDE * sizeof(float), SECOND = amx::SIDE * amx::TILE_BYTES;
-    char* c = (char*)sums;
-    amx::settle();
-    if (add) {
-        _tile_loadd(0, c, ROW);
-        _tile_loadd(1, c + 64, ROW);
-        _tile_loadd(2, c + 16 * ROW, ROW);
-        _tile_loadd(3, c + 16 * ROW + 64, ROW);
-    } else {
-        _tile_zero(0);
-        _tile_zero(1);
-        _tile_zero(2);
-        _tile_zero(3);
-    }
-    for (long s = 0; s < steps; s++, a += STEP_BYTES, panel += STEP_BYTES) {
-        between(s);
-        _tile_loadd(6, panel, amx::PANEL_BYTES);
-        _tile_loadd(4, a, amx::TILE_BYTES);
-        _tile_loadd(7, panel + 64, amx::PANEL_BYTES);
-        _tile_loadd(5, a + SECOND, amx::TILE_BYTES);
-        _tile_dpbf16ps(0, 4, 6);
-        _tile_dpbf16ps(1, 4, 7);
-        _tile_dpbf16ps(2, 5, 6);
-        _tile_dpbf16ps(3, 5, 7);
-    }
-    _tile_stored(0, c, ROW);
-    _tile_stored(1, c + 64, ROW);
-    _tile_stored(2, c + 16 * ROW, ROW);
-    _tile_stored(3, c + 16 * ROW + 64, ROW);
-    amx::settle();
-}
-
-// `size` numbers of this thread's own, where lines of the cache begin.
-template <typename T>
-class Kept {
-public:
-    T* of(size_t size) {
-        room.resize(size + 64 / sizeof(T));
-        return (T*)((uintptr_t(room.data()) + 63) / 64 * 64);
-    }
-
-private:
-    std::vector<T> room;
-};
-
-// Rows of c from one on, and so many columns, by panels that are packed: results of a block of rows go out while the next is multiplied, and the
-// group of panels that comes then is fetched.
+// Rows of c from one on, and so many columns, by panels that are packed.
 template <typename C>
 void rows_of(const Product& p, long row, long rows, long column, long count, long from, long inner, const char* panels) {
-    thread_local Kept<char> tiles_room;
-    thread_local Kept<float> sums_room;
-    const long steps = steps_of(inner), blocks = (rows + SIDE - 1) / SIDE, bytes = steps * STEP_BYTES;
-    const bool once = steps <= DEEP, add = p.add || from;
-    const bool past = !add && from + inner == p.inner && p.rows * p.columns * long(sizeof(C)) > PAST && (uintptr_t(p.c) | p.c_step * sizeof(C)) % 64 == 0;
-    char* const a = tiles_room.of(blocks * bytes);
-    float* const sums = sums_room.of((once ? 2 : blocks) * GROUP * SUMS);
-    auto of_block = [&](long b) { return sums + (once ? b & 1 : b) * GROUP * SUMS; };
+    thread_local Kept<char> room;
+    const long steps = steps_of(inner), bytes = steps * STEP_BYTES;
+    const bool add = p.add || from;
+    const bool lines = (uintptr_t(p.c) | p.c_step * sizeof(C)) % 64 == 0;
+    const bool past = lines && !add && from + inner == p.inner && p.rows * p.columns * long(sizeof(C)) > PAST;
+    char* const a = room.of((rows + SIDE - 1) / SIDE * bytes);
     tiled(p, row, rows, from, inner, a);
     amx::Tiles tiles;
     for (long begin = 0; begin < count; begin += WIDTH) {
-        const long here = std::min(WIDTH, count - begin), wide = (here + SIDE - 1) / SIDE;
-        const char* const group = panels + begin / SIDE * bytes;
-        const char* const next = begin + WIDTH < count ? group + GROUP * bytes : nullptr;
+        const long here = std::min(WIDTH, count - begin);
+        const Group group(panels + begin / SIDE * bytes, bytes, (here + SIDE - 1) / SIDE);
+        const Group next(panels + (begin + WIDTH) / SIDE * bytes, bytes, begin + WIDTH < count ? GROUP : 0);
         C* const c = (C*)p.c + row * p.c_step + column + begin;
-        auto put_row = [&](long r) {
-            const float* of = of_block(r / SIDE) + r % SIDE * SIDE;
-            for (long g = 0; g < wide; g++) put(of + g * SUMS, c + r * p.c_step + g * SIDE, std::min(SIDE, here - g * SIDE), add, past);
-        };
-        long told = 0;  // rows of c
-        for (long s = 0; s < steps; s += DEEP) {
-            const long some = std::min(DEEP, steps - s), each = (SIDE + wide * some - 1) / (wide * some), pause = std::max<long>(1, wide * some / SIDE);
-            for (long b = 0; b < blocks; b++) {
-                const long upto = s + DEEP >= steps ? b * SIDE : 0, first_line = b * SIDE / blocks, end_line = (b + 1) * SIDE / blocks;
-                for (long g = 0; g < wide; g++)
-                    multiplied(a + b * bytes + s * STEP_BYTES, group + g * bytes + s * STEP_BYTES, some, of_block(b) + g * SUMS, s > 0, [&](long k) {
-                        if (told < upto && (g * some + k) % pause == 0)
-                            for (long i = 0; i < each && told < upto; i++) put_row(told++);
-                        if (next)
-                            for (long i = first_line; i < end_line; i++) _mm_prefetch(next + g * bytes + (s + k) * STEP_BYTES + i * 64, _MM_HINT_T1);
-                    });
-                while (told < upto) put_row(told++);
-            }
-        }
-        while (told < rows) put_row(told++);
+        all_rows(a, rows, steps, group, next, [&](long r, const float* sums) {
+            for (long g = 0; g < group.count; g++)
+                put(sums + g * SUMS, c + r * p.c_step + g * SIDE, std::min(SIDE, here - g * SIDE), add, past);
+        });
     }
     if (past) _mm_sfence();
 }
@@ -144,7 +75,9 @@ void computed(const Product& p) {
         for (long from = 0; from < p.inner; from += most) {
             const long count = std::min(together, p.columns - column), inner = std::min(most, p.inner - from), bytes = steps_of(inner) * STEP_BYTES;
             const long groups = (count + WIDTH - 1) / WIDTH;
-            pool::each(groups, [&](long g) { pack<B>(p, column + g * WIDTH, std::min(WIDTH, count - g * WIDTH), from, inner, panels + g * GROUP * bytes); });
+            pool::each(groups, [&](long g) {
+                pack<B>(p, column + g * WIDTH, std::min(WIDTH, count - g * WIDTH), from, inner, panels + g * GROUP * bytes);
+            });
             const long near = std::max(SIDE, NEAR / (2 * inner) / SIDE * SIDE), fair = ((p.rows + threads - 1) / threads + SIDE - 1) / SIDE * SIDE;
             const long block = std::min(near, fair), blocks = (p.rows + block - 1) / block;
             const long shares = std::min(groups, std::max<long>(1, threads / blocks));

@@ -50,23 +50,25 @@ inline void turn_square(const uint16_t* from, long step, long rows, long columns
     }
 }
 
-// Rows of a, and of what is summed over so many from one on: [rows/32, steps, 32, 32].
-inline void tiled(const Product& p, long row, long rows, long from, long inner, char* to) {
-    const long steps = steps_of(inner);
-    const uint16_t* a = (const uint16_t*)p.a;
-    if (p.a_turned) {
-        for (long s = 0; s < steps; s++)
-            for (long r = 0; r < rows; r += SIDE)
-                turn_square(a + (from + s * SIDE) * p.a_step + row + r, p.a_step, inner - s * SIDE, rows - r, to + (r / SIDE * steps + s) * STEP_BYTES);
-        return;
-    }
-    const long whole = (rows + SIDE - 1) / SIDE * SIDE;
+// Rows `step` apart as tiles, [rows/32, steps, 32, 32].
+inline void tiled(const uint16_t* from, long step, long rows, long inner, char* to) {
+    const long steps = steps_of(inner), whole = (rows + SIDE - 1) / SIDE * SIDE;
     for (long r = 0; r < whole; r++) {
-        const uint16_t* line = a + (row + r) * p.a_step + from;
+        const uint16_t* line = from + r * step;
         char* place = to + r / SIDE * steps * STEP_BYTES + r % SIDE * amx::TILE_BYTES;
         for (long s = 0; s < steps; s++)
             _mm512_storeu_si512(place + s * STEP_BYTES, halves(line + s * SIDE, r < rows ? inner - s * SIDE : 0));
     }
+}
+
+// The same of rows of a, and of what is summed over so many from one on.
+inline void tiled(const Product& p, long row, long rows, long from, long inner, char* to) {
+    const long steps = steps_of(inner);
+    const uint16_t* a = (const uint16_t*)p.a;
+    if (!p.a_turned) return tiled(a + row * p.a_step + from, p.a_step, rows, inner, to);
+    for (long s = 0; s < steps; s++)
+        for (long r = 0; r < rows; r += SIDE)
+            turn_square(a + (from + s * SIDE) * p.a_step + row + r, p.a_step, inner - s * SIDE, rows - r, to + (r / SIDE * steps + s) * STEP_BYTES);
 }
 
 // Columns of b, up to WIDTH, and of what is summed over so many from one on: panels [columns/32, steps, 16, 32, 2].
@@ -99,6 +101,102 @@ void pack(const Product& p, long column, long count, long from, long inner, char
             _mm512_storeu_si512(to + k / 2 * amx::PANEL_BYTES + 64, _mm512_unpackhi_epi16(even, odd));
         }
     }
+}
+
+// sums [32, 32] (+)= 32 rows of so many steps times a panel's.
+template <typename F>
+inline void multiplied(const char* a, const char* panel, long steps, float* sums, bool add, F&& between) {
+    constexpr long ROW = SIDE * sizeof(float), SECOND = amx::SIDE * amx::TILE_BYTES;
+    char* c = (char*)sums;
+    amx::settle();
+    if (add) {
+        _tile_loadd(0, c, ROW);
+        _tile_loadd(1, c + 64, ROW);
+        _tile_loadd(2, c + 16 * ROW, ROW);
+        _tile_loadd(3, c + 16 * ROW + 64, ROW);
+    } else {
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+    }
+    for (long s = 0; s < steps; s++, a += STEP_BYTES, panel += STEP_BYTES) {
+        between(s);
+        _tile_loadd(6, panel, amx::PANEL_BYTES);
+        _tile_loadd(4, a, amx::TILE_BYTES);
+        _tile_loadd(7, panel + 64, amx::PANEL_BYTES);
+        _tile_loadd(5, a + SECOND, amx::TILE_BYTES);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 4, 7);
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_dpbf16ps(3, 5, 7);
+    }
+    _tile_stored(0, c, ROW);
+    _tile_stored(1, c + 64, ROW);
+    _tile_stored(2, c + 16 * ROW, ROW);
+    _tile_stored(3, c + 16 * ROW + 64, ROW);
+    amx::settle();
+}
+
+// `size` numbers of this thread's own, where lines of the cache begin.
+template <typename T>
+class Kept {
+public:
+    T* of(size_t size) {
+        room.resize(size + 64 / sizeof(T));
+        return (T*)((uintptr_t(room.data()) + 63) / 64 * 64);
+    }
+
+private:
+    std::vector<T> room;
+};
+
+inline void multiplied(const char* a, const char* panel, long steps, float* sums, bool add) {
+    multiplied(a, panel, steps, sums, add, [](long) {});
+}
+
+constexpr long DEEP = 16;           // steps of a panel that stay in the nearest cache
+constexpr long SUMS = SIDE * SIDE;  // of a block of rows and a panel
+
+// Panels that are multiplied together.
+struct Group {
+    const char* at[GROUP] = {};
+    long count = 0;
+
+    Group() = default;
+    Group(const char* first, long bytes, long count) : count(count) {
+        for (long g = 0; g < count; g++) at[g] = first + g * bytes;
+    }
+};
+
+// put(row, its sums, of each panel SUMS after those of the one before) of all rows, which lie as tiles: a block's go out while the next is
+// multiplied, and `next`, the group that comes then, is fetched. This thread's tiles are as Tiles makes them.
+template <typename F>
+void all_rows(const char* a, long rows, long steps, const Group& group, const Group& next, F&& put) {
+    thread_local Kept<float> room;
+    const long blocks = (rows + SIDE - 1) / SIDE, bytes = steps * STEP_BYTES;
+    const bool once = steps <= DEEP;
+    float* const sums = room.of((once ? 2 : blocks) * GROUP * SUMS);
+    auto of_block = [&](long b) { return sums + (once ? b & 1 : b) * GROUP * SUMS; };
+    auto put_row = [&](long r) { put(r, of_block(r / SIDE) + r % SIDE * SIDE); };
+    long told = 0;  // rows
+    for (long s = 0; s < steps; s += DEEP) {
+        const long some = std::min(DEEP, steps - s), all = group.count * some, each = (SIDE + all - 1) / all, pause = std::max<long>(1, all / SIDE);
+        for (long b = 0; b < blocks; b++) {
+            const long upto = s + DEEP >= steps ? b * SIDE : 0, first_line = b * SIDE / blocks, end_line = (b + 1) * SIDE / blocks;
+            for (long g = 0; g < group.count; g++) {
+                const char* const coming = next.at[g] ? next.at[g] + s * STEP_BYTES : nullptr;
+                multiplied(a + b * bytes + s * STEP_BYTES, group.at[g] + s * STEP_BYTES, some, of_block(b) + g * SUMS, s > 0, [&](long k) {
+                    if (told < upto && (g * some + k) % pause == 0)
+                        for (long i = 0; i < each && told < upto; i++) put_row(told++);
+                    if (coming)
+                        for (long i = first_line; i < end_line; i++) _mm_prefetch(coming + k * STEP_BYTES + i * 64, _MM_HINT_T1);
+                });
+            }
+            while (told < upto) put_row(told++);
+        }
+    }
+    while (told < rows) put_row(told++);
 }
 
 #endif

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fw.api import adapters_are_off
+from fw.api.kernels import lowrank
 from fw_plugins.peft.changed import become
 
 
@@ -25,9 +26,15 @@ class LoraLinear(nn.Linear):
 
     def forward(self, x_I: Tensor) -> Tensor:
         """``[…, I]`` → ``[…, O]``."""
+        drops = self.training and self.lora_dropout > 0
+        by_kernel = not adapters_are_off() and not drops and lowrank.takes(x_I, self.lora_A, self.lora_B, self.weight)
+        if by_kernel and type(self) is LoraLinear and not any(p.requires_grad for p in (self.weight, self.bias) if p is not None):
+            return lowrank.changed(x_I, self.weight, self.bias, self.lora_A, self.lora_B, self.lora_scale)
         out_O = super().forward(x_I)
         if adapters_are_off():
             return out_O
+        if by_kernel and out_O.dtype == torch.bfloat16:
+            return lowrank.added(out_O, x_I, self.lora_A, self.lora_B, self.lora_scale)
         x_I = F.dropout(x_I, self.lora_dropout, self.training)
         low_R = F.linear(x_I, self.lora_A) * self.lora_scale
         # One product that adds: what it adds to is not kept for backward, and there is no third tensor of that size.
