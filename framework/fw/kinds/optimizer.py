@@ -21,7 +21,9 @@ class OptimizerSpec:
 
     ``cls`` is a :class:`torch.optim.Optimizer`; its state holds tensors only: shaped like the parameter, independent of sharding, or, if it
     has a method ``begin`` that makes the state there is before the first step, DTensors of any shape and placement. What is read from a
-    checkpoint passes through its method ``place(parameter, key, value)``, if it has one, which gives the tensor to keep.
+    checkpoint passes through its method ``place(parameter, key, value)``, if it has one, which gives the tensor to keep. One that has an
+    attribute ``grad_factor`` multiplies the gradients of its next step by that itself, which clips them; those of others are multiplied
+    before.
 
     Attributes:
         state: of what it needs to see at once. ``elements``: the update of an element depends on no other, so that parameters may come cut
