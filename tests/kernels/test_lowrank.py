@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.flop_counter import FlopCounterMode
 
 from fw.kernels import lowrank, matrix
 from fw.kernels.build import with_threads
@@ -135,9 +136,29 @@ def test_layers_are_what_they_are_without_kernels(case, monkeypatch):
         assert mine.dtype == other.dtype and off(mine, other.double()) < 1e-2
 
 
-def test_operations_are_counted():
-    from torch.utils.flop_counter import FlopCounterMode
+def test_compiled_layers_compute_the_same():
+    layers = [torch.nn.Linear(64, 96, bias=False), torch.nn.Linear(96, 64)]
+    for layer in layers:
+        layer.requires_grad_(False).bfloat16()
+        add_to_linear(layer, 8, 2.0, 0.0)
+        torch.nn.init.normal_(layer.lora_A, std=0.1)
+        torch.nn.init.normal_(layer.lora_B, std=0.1)
+    model = torch.nn.Sequential(layers[0], torch.nn.SiLU(), layers[1])
+    x = torch.randn(2, 8, 64, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    told = []
+    for compute in (model, torch.compile(model, fullgraph=True)):
+        x.grad = None
+        model.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+            y = compute(x)
+        y.float().square().sum().backward()
+        told.append([y.detach(), x.grad, *(p.grad for p in model.parameters() if p.grad is not None)])
+    assert len(told[0]) == 6
+    for mine, other in zip(*told, strict=True):
+        assert off(mine, other.double()) < 1e-2
 
+
+def test_operations_are_counted():
     x, weight, a, b, grad = factors(8, 32, 64, 4)
     with FlopCounterMode(display=False) as counted:
         lowrank.changed(x, weight, None, a, b, 1.0).backward(grad)

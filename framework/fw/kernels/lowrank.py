@@ -33,9 +33,14 @@ class _Change(ctypes.Structure):
     ]
 
 
+def available() -> bool:
+    """Whether there are such kernels on this machine. To be asked before a compiled block asks."""
+    return matrix.available()
+
+
 def takes(x_I: Tensor, a_RI: Tensor, b_OR: Tensor, *others: Tensor) -> bool:
     """Whether :func:`changed` and :func:`added` compute these, in bfloat16."""
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not of_cpu(x_I, a_RI, b_OR, *others) or not matrix.available():
+    if not torch.is_grad_enabled() or not of_cpu(x_I, a_RI, b_OR, *others) or not matrix.available():
         return False
     dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else x_I.dtype
     fitting = all(each.dtype in DTYPES for each in (x_I, a_RI, b_OR)) and a_RI.is_contiguous() and b_OR.is_contiguous()
@@ -51,7 +56,8 @@ def changed(x_I: Tensor, weight_OI: Tensor, bias_O: Tensor | None, a_RI: Tensor,
 
 def added(y_O: Tensor, x_I: Tensor, a_RI: Tensor, b_OR: Tensor, scale: float) -> Tensor:
     """``y + scale · B A x``; y is in bfloat16."""
-    found: Tensor = _Added.apply(y_O, x_I.to(torch.bfloat16), a_RI, b_OR, scale)
+    found_TO, _ = torch.ops.fw.lowrank_forward(_rows(y_O), _rows(x_I.to(torch.bfloat16)), a_RI, b_OR, scale)
+    found: Tensor = found_TO.view(y_O.shape)
     return found
 
 
@@ -86,26 +92,6 @@ class _Changed(torch.autograd.Function):
         return dx_I, None, None, da_RI.to(a_RI.dtype), db_OR.to(b_OR.dtype), None
 
 
-class _Added(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, y_O: Tensor, x_I: Tensor, a_RI: Tensor, b_OR: Tensor, scale: float) -> Tensor:
-        y_TO, low_TW = torch.ops.fw.lowrank_forward(_rows(y_O), _rows(x_I), a_RI, b_OR, scale)
-        ctx.save_for_backward(x_I, low_TW, a_RI, b_OR)
-        ctx.scale = scale
-        return y_TO.view(y_O.shape)
-
-    @staticmethod
-    def backward(ctx: Any, grad_O: Tensor) -> tuple[Tensor | None, ...]:
-        x_I, low_TW, a_RI, b_OR = ctx.saved_tensors
-        if torch.is_grad_enabled():
-            found = by_torch(lambda x, a, b: _change_of(x, a, b, ctx.scale), (x_I, a_RI, b_OR), grad_O)
-            return grad_O, *found, None
-        x_TI = _rows(x_I)
-        dx_TI = torch.empty_like(x_TI) if ctx.needs_input_grad[1] else None
-        da_RI, db_OR = torch.ops.fw.lowrank_backward(dx_TI, _rows(grad_O), x_TI, low_TW, a_RI, b_OR, ctx.scale, False)
-        return grad_O, None if dx_TI is None else dx_TI.view(x_I.shape), da_RI.to(a_RI.dtype), db_OR.to(b_OR.dtype), None
-
-
 def _change_of(x_I: Tensor, a_RI: Tensor, b_OR: Tensor, scale: float) -> Tensor:
     return scale * F.linear(F.linear(x_I.float(), a_RI.float()), b_OR.float())
 
@@ -137,6 +123,43 @@ def _forward_room(base_TO: Tensor, x_TI: Tensor, a_RI: Tensor, b_OR: Tensor, sca
     return torch.empty_like(base_TO), x_TI.new_empty((x_TI.shape[0], _wide(a_RI.shape[0])))
 
 
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    _, x_TI, a_RI, b_OR, ctx.scale = inputs
+    ctx.save_for_backward(x_TI, output[1], a_RI, b_OR)
+    ctx.mark_non_differentiable(output[1])
+
+
+def _gradients(ctx: Any, grad_TO: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+    x_TI, low_TW, a_RI, b_OR = ctx.saved_tensors
+    if torch.is_grad_enabled():
+        return grad_TO, *by_torch(lambda x, a, b: _change_of(x, a, b, ctx.scale), (x_TI, a_RI, b_OR), grad_TO), None
+    wants_x = ctx.needs_input_grad[1]
+    dx_TI, da_RI, db_OR = torch.ops.fw.lowrank_gradients(grad_TO.contiguous(), x_TI, low_TW, a_RI, b_OR, ctx.scale, wants_x)
+    return grad_TO, dx_TI if wants_x else None, da_RI.to(a_RI.dtype), db_OR.to(b_OR.dtype), None
+
+
+_forward.register_autograd(_gradients, setup_context=_keep)
+
+
+@torch.library.custom_op("fw::lowrank_gradients", mutates_args=())
+def _gradients_alone(
+    grad_TO: Tensor, x_TI: Tensor, low_TW: Tensor, a_RI: Tensor, b_OR: Tensor, scale: float, wants_x: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    dx_TI, da_RI, db_OR = _gradients_room(grad_TO, x_TI, low_TW, a_RI, b_OR, scale, wants_x)
+    places = {"g": grad_TO, "dx": dx_TI if wants_x else None, "low": low_TW, "da": da_RI, "db": db_OR}
+    of = _change(x_TI, a_RI, b_OR, scale, False, **places)
+    _BACKWARD(ctypes.addressof(of))
+    return dx_TI, da_RI, db_OR
+
+
+@_gradients_alone.register_fake
+def _gradients_room(
+    grad_TO: Tensor, x_TI: Tensor, low_TW: Tensor, a_RI: Tensor, b_OR: Tensor, scale: float, wants_x: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    dx_TI = torch.empty_like(x_TI) if wants_x else x_TI.new_empty(0)
+    return dx_TI, a_RI.new_empty(a_RI.shape, dtype=torch.float32), b_OR.new_empty(b_OR.shape, dtype=torch.float32)
+
+
 @torch.library.custom_op("fw::lowrank_backward", mutates_args=("dx_TI",))
 def _backward(
     dx_TI: Tensor | None, grad_TO: Tensor, x_TI: Tensor, low_TW: Tensor, a_RI: Tensor, b_OR: Tensor, scale: float, adds: bool
@@ -157,6 +180,11 @@ def _backward_room(
 @register_flop_formula(torch.ops.fw.lowrank_forward)
 def _forward_flops(y: Any, x: Any, a: Any, b: Any, *_: Any, **__: Any) -> int:
     return int(2 * x[0] * a[0] * (a[1] + b[0]))
+
+
+@register_flop_formula(torch.ops.fw.lowrank_gradients)
+def _gradients_flops(grad: Any, x: Any, low: Any, a: Any, b: Any, scale: float, wants_x: bool, *_: Any, **__: Any) -> int:
+    return int(2 * x[0] * a[0] * (2 * b[0] + a[1] * (2 if wants_x else 1)))
 
 
 @register_flop_formula(torch.ops.fw.lowrank_backward)

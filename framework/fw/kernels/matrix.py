@@ -28,10 +28,18 @@ class _Product(ctypes.Structure):
     ]
 
 
-@functools.cache
+class _Tiles:
+    @functools.cached_property
+    def here(self) -> bool:
+        return _PRODUCT.available and bool(library().fw_products_are_there())
+
+
+_tiles = _Tiles()
+
+
 def available() -> bool:
-    """Whether there is such a kernel on this machine."""
-    return wanted() and _PRODUCT.available and bool(library().fw_products_are_there())
+    """Whether there is such a kernel on this machine. To be asked before a compiled block asks, which cannot compile it."""
+    return wanted() and _tiles.here
 
 
 def takes(a_MK: Tensor, b_KN: Tensor, dtype: torch.dtype) -> bool:

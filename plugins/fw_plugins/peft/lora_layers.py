@@ -28,7 +28,8 @@ class LoraLinear(nn.Linear):
         """``[…, I]`` → ``[…, O]``."""
         drops = self.training and self.lora_dropout > 0
         by_kernel = not adapters_are_off() and not drops and lowrank.takes(x_I, self.lora_A, self.lora_B, self.weight)
-        if by_kernel and type(self) is LoraLinear and not any(p.requires_grad for p in (self.weight, self.bias) if p is not None):
+        whole = type(self) is LoraLinear and not torch.compiler.is_compiling()  # else what is computed beside it is torch's own
+        if by_kernel and whole and not any(p.requires_grad for p in (self.weight, self.bias) if p is not None):
             return lowrank.changed(x_I, self.weight, self.bias, self.lora_A, self.lora_B, self.lora_scale)
         out_O = super().forward(x_I)
         if adapters_are_off():
@@ -105,6 +106,7 @@ def add_to_linear(module: nn.Linear, rank: int, scale: float, dropout: float, ma
     if magnitude:
         shapes["lora_magnitude_vector"] = (module.out_features,)
     become(module, DoraLinear if magnitude else LoraLinear, shapes)
+    lowrank.available()
     module.lora_scale, module.lora_dropout = scale, dropout  # type: ignore[assignment]
 
 
