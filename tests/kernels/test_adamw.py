@@ -71,9 +71,11 @@ def test_in_bfloat16_all_is_computed_in_fp32_and_rounded_once():
         assert made[0].state[mine]["exp_avg"].dtype == torch.bfloat16
 
 
-def test_what_the_kernel_does_not_take_torch_updates():
-    ours, theirs = (torch.nn.Parameter(torch.ones(4, 6, dtype=torch.float64)) for _ in range(2))
-    made = AdamWUpdate([ours], **HOW, fused=True), torch.optim.AdamW([theirs], **HOW)
+@pytest.mark.parametrize("other", [{"amsgrad": True}, {"maximize": True}, {"dtype": torch.float64}])
+def test_what_the_kernel_does_not_take_torch_updates(other):
+    dtype, options = other.get("dtype", torch.float32), {key: value for key, value in other.items() if key != "dtype"}
+    ours, theirs = (torch.nn.Parameter(torch.ones(4, 6, dtype=dtype)) for _ in range(2))
+    made = AdamWUpdate([ours], **HOW, **options, fused=True), torch.optim.AdamW([theirs], **HOW, **options)
     made[0].grad_factor = torch.tensor(0.5)
     ours.grad, theirs.grad = torch.full_like(ours, 2.0), torch.full_like(theirs, 1.0)
     for optimizer in made:

@@ -33,11 +33,6 @@ class _Change(ctypes.Structure):
     ]
 
 
-def available() -> bool:
-    """Whether there are such kernels on this machine. To be asked before a compiled block asks."""
-    return matrix.available()
-
-
 def takes(x_I: Tensor, a_RI: Tensor, b_OR: Tensor, *others: Tensor) -> bool:
     """Whether :func:`changed` and :func:`added` compute these, in bfloat16."""
     if not torch.is_grad_enabled() or not of_cpu(x_I, a_RI, b_OR, *others) or not matrix.available():

@@ -18,9 +18,9 @@ struct Product {
 
 #if defined(FW_AMX)
 
-constexpr long SIDE = amx::ROWS;                          // rows and columns that are multiplied at once, and what is summed over in a step
-constexpr long STEP_BYTES = SIDE * SIDE * 2;                // of so many rows, or of a panel
-constexpr long GROUP = 4, WIDTH = GROUP * SIDE;           // panels that are packed and multiplied together, and their columns
+constexpr long SIDE = amx::ROWS;                 // rows and columns that are multiplied at once, and what is summed over in a step
+constexpr long STEP_BYTES = SIDE * SIDE * 2;     // of so many rows, or of a panel
+constexpr long GROUP = 4, WIDTH = GROUP * SIDE;  // panels that are packed and multiplied together, and their columns
 
 inline long steps_of(long inner) { return (inner + SIDE - 1) / SIDE; }
 inline __mmask32 first(long count) { return count >= SIDE ? ~0u : count <= 0 ? 0 : (1u << count) - 1; }

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fw.api import OptimizerOptions, OptimizerPlugin, OptimizerSpec, UserError
 from fw.api.kernels import adamw as kernel
-from fw_plugins.optimizer.per_parameter import local
+from fw_plugins.optimizer.per_parameter import evaluated, local
 
 
 @dataclass
@@ -54,13 +54,11 @@ class AdamWUpdate(torch.optim.AdamW):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Update every parameter that has a gradient."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = evaluated(closure)
         factor, self.grad_factor = self.grad_factor, None
         gathered = [(group, *self._gathered(group)) for group in self.param_groups]
-        if all(kernel.takes(*alike) for _, lists, _ in gathered for alike in zip(*lists, strict=True)):
+        plain = not any(group["amsgrad"] or group["maximize"] for group in self.param_groups)
+        if plain and all(kernel.takes(*alike) for _, lists, _ in gathered for alike in zip(*lists, strict=True)):
             for group, lists, steps in gathered:
                 if steps:
                     options = {key: group[key] for key in ("lr", "betas", "eps", "weight_decay")}

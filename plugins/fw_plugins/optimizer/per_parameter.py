@@ -33,10 +33,7 @@ class PerParameter(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Update every parameter that has a gradient."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = evaluated(closure)
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
@@ -52,6 +49,14 @@ class PerParameter(torch.optim.Optimizer):
     @abstractmethod
     def update(self, parameter: Tensor, grad: Tensor, state: dict[str, Tensor], group: dict[str, Any]) -> None:
         """Change a parameter and its state in place."""
+
+
+def evaluated(closure: Callable[[], float] | None) -> float | None:
+    """What a step's closure gives, where there is one."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fw.api import adapters_are_off
-from fw.api.kernels import lowrank
+from fw.api.kernels import lowrank, matrix
 from fw_plugins.peft.changed import become
 
 
@@ -106,7 +106,7 @@ def add_to_linear(module: nn.Linear, rank: int, scale: float, dropout: float, ma
     if magnitude:
         shapes["lora_magnitude_vector"] = (module.out_features,)
     become(module, DoraLinear if magnitude else LoraLinear, shapes)
-    lowrank.available()
+    matrix.available()  # before a compiled block asks
     module.lora_scale, module.lora_dropout = scale, dropout  # type: ignore[assignment]
 
 
