@@ -10,13 +10,14 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from fw.api import Conflicts, OffloadPolicy, OptimizerPlugin, OptimizerSpec
+from fw.api.kernels import adamw as kernel
 from fw_plugins.optimizer import paged
 from fw_plugins.optimizer.adamw import MomentsConfig
 from fw_plugins.optimizer.per_parameter import PerParameter, local
 
 
 class AdamWUpdate(PerParameter):
-    """torch's AdamW, one kernel per parameter: all at once would want all pages at once."""
+    """AdamW, one kernel per parameter: all at once would want all pages at once."""
 
     def __init__(
         self,
@@ -35,22 +36,28 @@ class AdamWUpdate(PerParameter):
         return {"step": torch.zeros((), dtype=torch.float32, device=parameter.device), **moments}
 
     def update(self, parameter: Tensor, grad: Tensor, state: dict[str, Tensor], group: dict[str, Any]) -> None:
-        """By the fused kernel."""
+        """By fw's kernel on the CPU, else by torch's fused one."""
+        p, g, m, v = (local(x) for x in (parameter, grad, state["exp_avg"], state["exp_avg_sq"]))
         beta1, beta2 = group["betas"]
+        lr, weight_decay, eps = group["lr"], group["weight_decay"], group["eps"]
+        if kernel.takes(p, g, m, v):
+            betas = beta1, beta2
+            kernel.update([p], [g], [m], [v], [state["step"]], lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, factor=None)
+            return
         adamw(
-            [local(parameter)],
-            [local(grad)],
-            [local(state["exp_avg"])],
-            [local(state["exp_avg_sq"])],
+            [p],
+            [g],
+            [m],
+            [v],
             [],
             [state["step"]],
             fused=True,
             amsgrad=False,
             beta1=beta1,
             beta2=beta2,
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
+            lr=lr,
+            weight_decay=weight_decay,
+            eps=eps,
             maximize=False,
         )
 
@@ -74,7 +81,7 @@ class PagedAdamW32bit(OptimizerPlugin):
         paged.check("paged_adamw_32bit", "adamw", device_type, offload)
 
     def spec(self, device: torch.device) -> OptimizerSpec:
-        """fw's own around torch's fused kernel."""
+        """fw's own, by the kernels of ``adamw``."""
         c = self.config
         said = paged.note("paged_adamw_32bit", "adamw", device)
         arguments = {"betas": tuple(c.betas), "eps": c.eps}
