@@ -4,9 +4,12 @@
 //
 // As everywhere, a row's result does not depend on how many others there are.
 #include "amx.h"
+#include "grouped_words.h"
 #include "panels.h"
 
 using namespace panels;
+
+using namespace grouped;
 
 namespace {
 
@@ -73,7 +76,7 @@ void tile(const uint16_t* x, long x_stride, const W& w, const float* scale, cons
     for (int r = 0; r < ROWS; r++) finish(loaded(sums[r]), loaded(sums[r] + LANES), nullptr, bias, y + r * y_stride, columns);
 }
 
-#else
+#elif !defined(FW_WORDS)
 
 struct Wide {
     const uint16_t* at;
@@ -194,12 +197,15 @@ void by_tiles(const uint16_t* x, const W& w, const float* scale, const float* of
 }
 #endif
 
-// As above, by groups.
+// As above, by groups; `in_fp32` is x so, where that is used.
 template <typename W>
-void against(const uint16_t* x, const W& w, const float* scale, const float* offset, const float* of_x, const float* bias, uint16_t* y,
+void against(const uint16_t* x, const words::Rows& in_fp32, const W& w, const float* scale, const float* offset, const float* of_x, const float* bias, uint16_t* y,
              long rows, long inputs, long outputs, long group, int columns) {
 #if defined(FW_AMX)
     if (amx::here) return by_tiles(x, w, scale, offset, of_x, bias, y, rows, inputs, outputs, group, columns);
+#endif
+#if defined(FW_WORDS)
+    if (in_fp32.there()) return by_numbers(in_fp32, w, scale, offset, of_x, bias, y, rows, inputs, outputs, group, columns);
 #endif
     const long tiles = (rows + MOST - 1) / MOST, groups = inputs / group;
     for (long t = 0; t < tiles; t++) {
@@ -209,7 +215,9 @@ void against(const uint16_t* x, const W& w, const float* scale, const float* off
     }
 }
 
-#if defined(__AVX512BF16__)
+#if defined(FW_WORDS)
+// Nothing: numbers are made where they are multiplied.
+#elif defined(__AVX512BF16__)
 // Sixteen bytes at a time, as many as a panel has a multiple of.
 void numbers_of(const uint8_t* codes, const uint16_t* table, long count, uint16_t* to) {
     const Nibbles all{codes, table};
@@ -224,7 +232,10 @@ void numbers_of(const uint8_t* codes, const uint16_t* table, long count, uint16_
 }
 #endif
 
+constexpr long MANY = 3;  // rows from which on it pays to make numbers of codes once for all
+#if !defined(FW_WORDS)
 constexpr long FEW = 2 * MOST;  // rows for which codes are made into numbers as they are needed, each time
+#endif
 
 float sum_of(const uint16_t* x, long count) {
     Lane many = {};
@@ -250,22 +261,26 @@ void linear(const uint16_t* x, const Layer* layers, long count, long rows, long 
                 sums[l][i] = sum_of(x + i * group, group);
         });
     }
+    const words::Rows in_fp32 = words::Rows::in_fp32(x, rows, inputs, MANY);
     each_panel(layers, count, rows, PANEL * inputs / (FOUR ? 2 : 1),
                [&](const Layer& of, long p, int columns, const char*, uint16_t* y, long step) {
         const long at = p * PANEL * (inputs / of.group);
         const float *scale = of.scale + at, *offset = of.offset ? of.offset + at : nullptr;
         const float *of_x = offset ? sums[&of - layers].data() : nullptr, *bias = of.bias ? of.bias + p * PANEL : nullptr;
         auto with = [&](const auto& w) {
-            against(x, w, scale, offset, of_x, bias, y, rows, inputs, step, of.group, columns);
+            against(x, in_fp32, w, scale, offset, of_x, bias, y, rows, inputs, step, of.group, columns);
         };
         const uint8_t* codes = (const uint8_t*)of.weight + p * PANEL * inputs / (FOUR ? 2 : 1);
-        if (rows <= FEW) {
+        auto as_they_are = [&] {
             if constexpr (FOUR)
                 with(Nibbles{codes, of.table});
             else
                 with(Bytes{(const int8_t*)codes});
-            return;
-        }
+        };
+#if defined(FW_WORDS)
+        as_they_are();
+#else
+        if (rows <= FEW) return as_they_are();
         thread_local std::vector<uint16_t> wide;
         wide.resize(PANEL * inputs);
         if constexpr (FOUR)
@@ -273,6 +288,7 @@ void linear(const uint16_t* x, const Layer* layers, long count, long rows, long 
         else
             widen((const int8_t*)codes, PANEL * inputs, wide.data());
         with(Wide{wide.data()});
+#endif
     });
 }
 

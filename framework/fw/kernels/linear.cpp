@@ -5,20 +5,26 @@
 // register has two neighbours in K; sixteen of its rows are two tiles of AMX. Each output is one sum over K in the same order whatever the
 // number of rows: a row's result does not depend on its company.
 #include <algorithm>
+#include <climits>
 #include <cmath>
 #include <vector>
 
 #include "again.h"
 #include "amx_rows.h"
 #include "panels.h"
+#include "words.h"
 
 using namespace panels;
 
 namespace {
 
-constexpr long FEW_CODES = 8;  // rows up to which registers are as fast as tiles for products of whole numbers
 constexpr long NEAR = 1 << 20, FEWEST = 128;  // bytes of x that stay in a core's cache beside a panel, and rows at least
-constexpr long FEW = 64;  // rows for which codes are widened as they are needed, each time
+constexpr long MANY = 12;                     // rows from which on it pays to make a panel fp32 first
+#if defined(FW_WORDS)
+constexpr long FEW = LONG_MAX;  // rows for which codes are widened as they are needed, each time
+#else
+constexpr long FEW = 64;
+#endif
 
 #if defined(__AVX512BF16__)
 
@@ -44,19 +50,6 @@ void tile(const uint16_t* x, long x_stride, const W* panel, const float* scale, 
 
 #elif defined(__AVX2__) && defined(__FMA__)
 
-// Eight pairs of neighbours in K: the first of each, and the second.
-inline void apart(const uint16_t* at, __m256& first, __m256& second) {
-    const __m256i both = _mm256_loadu_si256((const __m256i*)at);
-    first = _mm256_castsi256_ps(_mm256_slli_epi32(both, 16));
-    second = _mm256_castsi256_ps(_mm256_and_si256(both, _mm256_set1_epi32(0xffff0000)));
-}
-
-inline void apart(const int8_t* at, __m256& first, __m256& second) {
-    const __m256i both = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)at));
-    first = _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(both, 16), 16));
-    second = _mm256_cvtepi32_ps(_mm256_srai_epi32(both, 16));
-}
-
 // As many registers of eight columns at a time as leave room for what they are multiplied by; there are sixteen.
 template <int ROWS, typename W>
 void tile(const uint16_t* x, long x_stride, const W* panel, const float* scale, const float* bias, uint16_t* y, long y_stride, long k2,
@@ -72,7 +65,7 @@ void tile(const uint16_t* x, long x_stride, const W* panel, const float* scale, 
             for (int ahead = 0; ahead < int(AT_ONCE * WIDE * 2 * sizeof(W)); ahead += 64)
                 _mm_prefetch((const char*)(w + 16 * PANEL * 2) + ahead, _MM_HINT_T0);
             __m256 first[AT_ONCE], second[AT_ONCE];
-            for (int q = 0; q < AT_ONCE; q++) apart(w + q * WIDE * 2, first[q], second[q]);
+            for (int q = 0; q < AT_ONCE; q++) words::apart(w + q * WIDE * 2, first[q], second[q]);
             for (int r = 0; r < ROWS; r++) {
                 int32_t pair;
                 std::memcpy(&pair, x + r * x_stride + 2 * k, 4);
@@ -142,11 +135,19 @@ inline amx::Panel as_tiles(const uint16_t* panel, amx::Ring&) { return {(const c
 inline Widened as_tiles(const int8_t* panel, amx::Ring& ring) { return {panel, ring}; }
 #endif
 
+// x as rows of bfloat16 and, where it is used, in fp32.
+struct Given {
+    Given(const uint16_t* x, long rows, long inputs) : x(x), in_fp32(words::Rows::in_fp32(x, rows, inputs, MANY)) {}
+    const uint16_t* x;
+    words::Rows in_fp32;
+};
+
 // All rows against one panel, in tiles of equal size: the panel, which stays in the cache, is used for all of them before the next. Of
 // several tiles the first two fetch the panel that comes next, half of it each, so that memory is never idle.
 template <typename W>
-void against(const uint16_t* x, const W* panel, const float* scale, const float* bias, uint16_t* y, long rows, long inputs, long outputs,
+void against(const Given& given, const W* panel, const float* scale, const float* bias, uint16_t* y, long rows, long inputs, long outputs,
              int columns, const char* next = nullptr) {
+    const uint16_t* x = given.x;
 #if defined(FW_AMX)
     if (amx::here) {
         amx::Ring ring;
@@ -154,6 +155,21 @@ void against(const uint16_t* x, const W* panel, const float* scale, const float*
                                      next, [&](long r, const float* sums) {
                                          finish(loaded(sums), loaded(sums + LANES), scale, bias, y + r * outputs, columns);
                                      });
+        return;
+    }
+#elif defined(FW_WORDS)
+    if (given.in_fp32.there()) {
+        thread_local std::vector<float> sums;
+        sums.assign(rows * PANEL, 0.0f);
+        words::add_all<words::Numbers>(given.in_fp32, 0, inputs, sums.data(), [&](long k, __m256* first, __m256* second) {
+            const W* w = panel + k * PANEL;
+            for (int line = 0; line < int(PANEL * 2 * sizeof(W)); line += 64) _mm_prefetch((const char*)(w + words::STEPS * PANEL) + line, _MM_HINT_T1);
+            for (int q = 0; q < 4; q++) words::apart(w + 16 * q, first[q], second[q]);
+        });
+        for (long r = 0; r < rows; r++) {
+            const float* of = sums.data() + r * PANEL;
+            finish(loaded(of), loaded(of + LANES), scale, bias, y + r * outputs, columns);
+        }
         return;
     }
 #endif
@@ -192,179 +208,38 @@ void panel_of(const uint16_t* w, long output_step, long input_step, int columns,
     }
 }
 
-// Rows of x as codes 0 … 255, 128 for 0, with the scale of each; filled up with 128.
-void codes_of(const uint16_t* x, long inputs, long padded, uint8_t* codes, float* scale) {
-    typedef uint8_t Codes __attribute__((vector_size(LANES)));
-    constexpr float NEAREST = 12582912.0f;  // 1.5 · 2²³: what is added to it is rounded to whole numbers, ties to even
-    Lane largest = {};
-    const long whole = inputs / LANES * LANES;
-    for (long k = 0; k < whole; k += LANES) {
-        const Lane value = loaded(x + k), size = value < 0.0f ? -value : value;
-        largest = size > largest ? size : largest;
-    }
-    float most = 0;
-    for (int l = 0; l < LANES; l++) most = std::max(most, largest[l]);
-    for (long k = whole; k < inputs; k++) most = std::max(most, std::fabs(from_bf16(x[k])));
-    *scale = most / 127;
-    const float by = most > 0 ? 127 / most : 0;
-    for (long k = 0; k < whole; k += LANES) {
-        const Lane nearest = (loaded(x + k) * by + NEAREST) - NEAREST;
-        const Codes found = __builtin_convertvector(__builtin_convertvector(nearest, Bits) + 128, Codes);
-        std::memcpy(codes + k, &found, LANES);
-    }
-    for (long k = whole; k < inputs; k++) codes[k] = uint8_t(int((from_bf16(x[k]) * by + NEAREST) - NEAREST) + 128);
-    for (long k = inputs; k < padded; k++) codes[k] = 128;
-}
-
-inline Bits bits(const int32_t* at) {
-    Bits value;
-    std::memcpy(&value, at, sizeof value);
-    return value;
-}
-
-// Sums of products of codes: whole numbers, whatever the order.
-#if defined(__AVX512VNNI__)
-template <int ROWS>
-void count_up(const uint8_t* x, long k4, const int8_t* panel, int32_t* sums) {
-    __m512i low[ROWS], high[ROWS];
-    for (int r = 0; r < ROWS; r++) low[r] = high[r] = _mm512_setzero_si512();
-    for (long k = 0; k < k4; k++) {
-        const int8_t* w = panel + k * PANEL * 4;
-        _mm_prefetch((const char*)(w + 16 * PANEL * 4), _MM_HINT_T0);
-        _mm_prefetch((const char*)(w + 16 * PANEL * 4 + 64), _MM_HINT_T0);
-        const __m512i first = _mm512_loadu_si512(w), second = _mm512_loadu_si512(w + 64);
-        for (int r = 0; r < ROWS; r++) {
-            int32_t four;
-            std::memcpy(&four, x + (r * k4 + k) * 4, 4);
-            const __m512i of = _mm512_set1_epi32(four);
-            low[r] = _mm512_dpbusd_epi32(low[r], of, first);
-            high[r] = _mm512_dpbusd_epi32(high[r], of, second);
-        }
-    }
-    for (int r = 0; r < ROWS; r++) {
-        _mm512_storeu_si512(sums + r * PANEL, low[r]);
-        _mm512_storeu_si512(sums + r * PANEL + 16, high[r]);
-    }
-}
-#elif defined(__AVX2__)
-// Products of 16 bits, two of which are added up exactly; of each output there are two sums until the end.
-template <int ROWS>
-void count_up(const uint8_t* x, long k4, const int8_t* panel, int32_t* sums) {
-    constexpr int WIDE = 8, AT_ONCE = ROWS == 1 ? 4 : ROWS == 2 ? 2 : 1;
-    for (int begin = 0; begin < PANEL; begin += AT_ONCE * WIDE) {
-        __m256i low[ROWS][AT_ONCE], high[ROWS][AT_ONCE];
-        for (int r = 0; r < ROWS; r++)
-            for (int q = 0; q < AT_ONCE; q++) low[r][q] = high[r][q] = _mm256_setzero_si256();
-        for (long k = 0; k < k4; k++) {
-            const int8_t* w = panel + (k * PANEL + begin) * 4;
-            __m256i first[AT_ONCE], second[AT_ONCE];
-            for (int q = 0; q < AT_ONCE; q++) {
-                first[q] = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)(w + q * WIDE * 4)));
-                second[q] = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)(w + q * WIDE * 4 + 16)));
-            }
-            for (int r = 0; r < ROWS; r++) {
-                int32_t four;
-                std::memcpy(&four, x + (r * k4 + k) * 4, 4);
-                const __m256i of = _mm256_cvtepu8_epi16(_mm_set1_epi32(four));
-                for (int q = 0; q < AT_ONCE; q++) {
-                    low[r][q] = _mm256_add_epi32(low[r][q], _mm256_madd_epi16(of, first[q]));
-                    high[r][q] = _mm256_add_epi32(high[r][q], _mm256_madd_epi16(of, second[q]));
-                }
-            }
-        }
-        for (int r = 0; r < ROWS; r++)
-            for (int q = 0; q < AT_ONCE; q++) {
-                const __m256i found = _mm256_permute4x64_epi64(_mm256_hadd_epi32(low[r][q], high[r][q]), 0xd8);
-                _mm256_storeu_si256((__m256i*)(sums + r * PANEL + begin + q * WIDE), found);
-            }
-    }
-}
-#else
-template <int ROWS>
-void count_up(const uint8_t* x, long k4, const int8_t* panel, int32_t* sums) {
-    std::fill_n(sums, ROWS * PANEL, 0);
-    for (long k = 0; k < k4; k++)
-        for (int r = 0; r < ROWS; r++)
-            for (int n = 0; n < PANEL; n++)
-                for (int i = 0; i < 4; i++) sums[r * PANEL + n] += int32_t(x[(r * k4 + k) * 4 + i]) * panel[(k * PANEL + n) * 4 + i];
-}
-#endif
-
-template <int ROWS>
-void count_left(int rows, const uint8_t* x, long k4, const int8_t* panel, int32_t* sums) {
-    if constexpr (ROWS > 0) {
-        if (rows == ROWS)
-            count_up<ROWS>(x, k4, panel, sums);
-        else
-            count_left<ROWS - 1>(rows, x, k4, panel, sums);
-    }
-}
-
 void linear_bf16(const uint16_t* x, const Layer* layers, long count, long rows, long inputs) {
-    each_panel(layers, count, rows, PANEL * inputs * 2, [=](const Layer& of, long p, int columns, const char* next, uint16_t* y, long step) {
-        against(x, (const uint16_t*)of.weight + p * PANEL * inputs, nullptr, of.bias ? of.bias + p * PANEL : nullptr, y, rows, inputs, step,
+    const Given given(x, rows, inputs);
+    each_panel(layers, count, rows, PANEL * inputs * 2, [&](const Layer& of, long p, int columns, const char* next, uint16_t* y, long step) {
+        against(given, (const uint16_t*)of.weight + p * PANEL * inputs, nullptr, of.bias ? of.bias + p * PANEL : nullptr, y, rows, inputs, step,
                 columns, next);
     });
 }
 
 // As in a file: each thread makes the panel it needs, which stays in its cache.
 void linear_plain(const uint16_t* x, const Layer* layers, long count, long rows, long inputs) {
-    each_panel(layers, count, rows, PANEL * inputs * 2, [=](const Layer& of, long p, int columns, const char*, uint16_t* y, long step) {
+    const Given given(x, rows, inputs);
+    each_panel(layers, count, rows, PANEL * inputs * 2, [&](const Layer& of, long p, int columns, const char*, uint16_t* y, long step) {
         thread_local std::vector<uint16_t> panel;
         panel.resize(PANEL * inputs);
         panel_of((const uint16_t*)of.weight + p * PANEL * of.output_step, of.output_step, of.input_step, columns, inputs, panel.data());
-        against(x, panel.data(), nullptr, of.bias ? of.bias + p * PANEL : nullptr, y, rows, inputs, step, columns);
+        against(given, panel.data(), nullptr, of.bias ? of.bias + p * PANEL : nullptr, y, rows, inputs, step, columns);
     });
 }
 
 void linear_w8(const uint16_t* x, const Layer* layers, long count, long rows, long inputs) {
-    each_panel(layers, count, rows, PANEL * inputs, [=](const Layer& of, long p, int columns, const char* next, uint16_t* y, long step) {
+    const Given given(x, rows, inputs);
+    each_panel(layers, count, rows, PANEL * inputs, [&](const Layer& of, long p, int columns, const char* next, uint16_t* y, long step) {
         const int8_t* codes = (const int8_t*)of.weight + p * PANEL * inputs;
         const float* bias = of.bias ? of.bias + p * PANEL : nullptr;
         if (rows <= FEW) {
-            against(x, codes, of.scale + p * PANEL, bias, y, rows, inputs, step, columns, next);
+            against(given, codes, of.scale + p * PANEL, bias, y, rows, inputs, step, columns, next);
             return;
         }
         thread_local std::vector<uint16_t> wide;
         wide.resize(PANEL * inputs);
         widen(codes, PANEL * inputs, wide.data());
-        against(x, wide.data(), of.scale + p * PANEL, bias, y, rows, inputs, step, columns);
-    });
-}
-
-void linear_w8a8(const uint16_t* x, const Layer* layers, long count, long rows, long inputs) {
-    const long k4 = (inputs + 3) / 4, tiles = (rows + MOST - 1) / MOST;
-    std::vector<uint8_t> codes(rows * k4 * 4);
-    std::vector<float> of_row(rows);
-    const long together = std::max<long>(1, (1 << 14) / inputs);
-    pool::each((rows + together - 1) / together, [&](long piece) {
-        for (long r = piece * together; r < std::min(rows, (piece + 1) * together); r++)
-            codes_of(x + r * inputs, inputs, k4 * 4, codes.data() + r * k4 * 4, &of_row[r]);
-    });
-    each_panel(layers, count, rows, PANEL * k4 * 4, [&](const Layer& of, long p, int columns, const char* next, uint16_t* y, long step) {
-        int32_t sums[PANEL] = {};
-        std::copy_n(of.sums + p * PANEL, columns, sums);
-        const int8_t* panel = (const int8_t*)of.weight + p * PANEL * k4 * 4;
-        auto put = [&](long r, const int32_t* counted) {
-            Lane halves[2];
-            for (int half = 0; half < 2; half++)
-                halves[half] = __builtin_convertvector(bits(counted + half * LANES) - 128 * bits(sums + half * LANES), Lane) * of_row[r];
-            finish(halves[0], halves[1], of.scale + p * PANEL, of.bias ? of.bias + p * PANEL : nullptr,
-                   y + r * step, columns);
-        };
-#if defined(FW_AMX)
-        if (amx::here && rows > FEW_CODES) {  // sums of whole numbers are the same either way
-            amx::all_rows<amx::Of::CODES>(codes.data(), k4 * 4, amx::Panel{(const char*)panel}, rows, k4, (const char*)panel, PANEL * k4 * 4,
-                                          next, [&](long r, const float* found) { put(r, (const int32_t*)found); });
-            return;
-        }
-#endif
-        int32_t found[MOST * PANEL];
-        for (long t = 0; t < tiles; t++) {
-            const long from = rows * t / tiles, to = rows * (t + 1) / tiles;
-            count_left<MOST>(int(to - from), codes.data() + from * k4 * 4, k4, panel, found);
-            for (long r = from; r < to; r++) put(r, found + (r - from) * PANEL);
-        }
+        against(given, wide.data(), of.scale + p * PANEL, bias, y, rows, inputs, step, columns);
     });
 }
 
@@ -376,7 +251,7 @@ void linear_w8a8(const uint16_t* x, const Layer* layers, long count, long rows, 
 // results as of 0. 4, codes of 4 bits in panels [outputs/32, inputs/2, 32], and 5, of 8 bits; scales and offsets [outputs/32, groups, 32].
 extern "C" void fw_linear(long kind, const uint16_t* x, const Layer* layers, long count, long rows, long inputs) {
     constexpr void (*OF[])(const uint16_t*, const Layer*, long, long, long) = {
-        linear_bf16, linear_w8, linear_w8a8, linear_plain, grouped::four_bits, grouped::eight_bits,
+        linear_bf16, linear_w8, whole::numbers, linear_plain, grouped::four_bits, grouped::eight_bits,
     };
     // As many rows at a time as are still near when the next panel comes, in whole tiles.
     const long together = std::max(FEWEST, NEAR / (inputs * 2) / PANEL * PANEL);

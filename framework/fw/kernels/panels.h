@@ -149,3 +149,10 @@ void four_bits(const uint16_t* x, const panels::Layer* layers, long count, long 
 void eight_bits(const uint16_t* x, const panels::Layer* layers, long count, long rows, long inputs);
 
 }  // namespace grouped
+
+// Of whole.cpp.
+namespace whole {
+
+void numbers(const uint16_t* x, const panels::Layer* layers, long count, long rows, long inputs);
+
+}  // namespace whole
