@@ -137,7 +137,9 @@ def grouped_layer(outputs: int, inputs: int, group: int, bits: int, offset: bool
     return grouped.GroupedLinear(plain, given), weight_OI
 
 
-@pytest.mark.parametrize("outputs, inputs, group", [(32, 2, 2), (96, 64, 32), (33, 48, 16), (1, 130, 130), (257, 1024, 128), (40, 672, 96), (32, 1280, 640)])
+@pytest.mark.parametrize(
+    "outputs, inputs, group", [(32, 2, 2), (96, 64, 32), (33, 48, 16), (1, 130, 130), (257, 1024, 128), (40, 672, 96), (32, 1280, 640)]
+)
 @pytest.mark.parametrize("bits, offset, bias", [(4, False, False), (4, True, True), (8, False, True), (8, True, False)])
 def test_products_of_codes_in_groups(kernel, outputs, inputs, group, bits, offset, bias):
     made, weight_OI = grouped_layer(outputs, inputs, group, bits, offset, bias)

@@ -144,7 +144,7 @@ def test_where_memory_is_short_a_smaller_product_tells(monkeypatch: pytest.Monke
         return 77
 
     monkeypatch.setattr(products, "_found_out", measured)
-    monkeypatch.setattr(products, "_lays_out", lambda dtype: True)
+    monkeypatch.setattr(products, "multiplies", lambda dtype: True)
     monkeypatch.setattr(products, "_beside", lambda dtype: None)
     with torch.device("meta"):
         given = [torch.empty(5001, 64, dtype=torch.bfloat16), torch.empty(64, 5003, dtype=torch.bfloat16)]

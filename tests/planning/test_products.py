@@ -35,7 +35,7 @@ def test_where_a_processor_has_no_such_products_sums_in_fp32_are_known_without_c
         assert known == pytest.approx(measured, abs=1024) and known >= 4 * 768 * 768
 
 
-@pytest.mark.skipif(not products._lays_out(torch.bfloat16), reason="no products in bf16")
+@pytest.mark.skipif(not products.multiplies(torch.bfloat16), reason="no products in bf16")
 def test_a_profiler_that_is_at_work_goes_on() -> None:
     given = [torch.ones(64, 777).bfloat16(), torch.ones(777, 96).bfloat16()]
     products._found_out.cache_clear()

@@ -46,6 +46,26 @@ def test_the_first_rank_of_each_host_tells_what_its_own_compiler_lacks(
     assert other.startswith(f"fw: on {socket.gethostname()} CPU kernels are not compiled")
 
 
+@pytest.mark.parametrize(
+    "precision, computes",
+    [
+        ("bf16", "bfloat16"),
+        ("fp16", "float16"),
+        ("{name: phased, phases: [{from_step: 0, compute: bf16}, {from_step: 5, compute: fp32}]}", "bfloat16"),
+        ("fp32", None),
+    ],
+)
+def test_who_has_no_products_in_16_bits_is_told(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], precision: str, computes: str | None
+) -> None:
+    recipe = resolve(load("tiny.yaml", [f"precision={precision}"]))
+    for has, device in ((False, "cpu"), (True, "cpu"), (False, "cuda")):
+        monkeypatch.setattr(inputs, "multiplies", lambda dtype, has=has: has)
+        inputs.note(recipe, torch.device(device))
+        said = f"fw: this processor has no products in {computes}: they take several times as long as those of precision=fp32"
+        assert (said in capsys.readouterr().err) == (computes is not None and not has and device == "cpu")
+
+
 def test_a_rank_alone_takes_no_more_threads_than_it_has_time_for(
     workspace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

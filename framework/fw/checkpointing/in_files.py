@@ -3,7 +3,7 @@ them in its cache it gives up when others need it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from itertools import chain
 from pathlib import Path
@@ -152,25 +152,27 @@ def bring_ahead(model: CausalLM) -> None:
         first_again, last_again = of_block[0], of_block[-1]
     around = zip(model.blocks, [last_again, *of_block[:-1]], [*of_block[1:], first_again], strict=True)
     for block, before, following in around:
-        block.register_forward_pre_hook(_Bring(following))
-        block.register_forward_hook(_BringInBackward(before))
+        block.register_forward_pre_hook(_bring(following))
+        block.register_forward_hook(_bring_in_backward(before))
 
 
-class _Bring:
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._tensors = tensors
-
+def _bring(tensors: Sequence[Tensor]) -> Callable[..., None]:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def __call__(self, *_: Any) -> None:
-        for tensor in self._tensors:
+    def hook(*_: Any) -> None:
+        for tensor in tensors:
             coming(tensor)
 
+    found: Callable[..., None] = hook
+    return found
 
-class _BringInBackward:
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._bring = _Bring(tensors)
+
+def _bring_in_backward(tensors: Sequence[Tensor]) -> Callable[..., None]:
+    bring = _bring(tensors)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def __call__(self, _module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
+    def hook(_module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
         if isinstance(output, Tensor) and output.requires_grad:
-            output.register_hook(self._bring)
+            output.register_hook(bring)
+
+    found: Callable[..., None] = hook
+    return found

@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from fw.checkpointing.placement import local_part
+from fw.checkpointing.placement import is_dtensor, local_part
 from fw.kinds.checkpoint import Kept, Part, Piece, Ranks, Region
 
 Where = Sequence[Any] | None
@@ -41,7 +40,7 @@ def kept(tensor: Tensor | Kept) -> Kept:
 def kept_elements(tensor: Tensor | Kept) -> int:
     """That this rank keeps of a tensor; where they stand is not looked at, which for strided shards takes long."""
     if isinstance(tensor, Tensor):
-        return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).numel()
+        return (tensor.to_local() if is_dtensor(tensor) else tensor).numel()
     piece = tensor.piece()
     if piece is None:
         return 0

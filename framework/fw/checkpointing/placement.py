@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import math
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from fw.kinds.checkpoint import Kept, Piece
 from fw.kinds.model import CausalLM, Give, Init
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 Slices = tuple[slice, ...]
 
@@ -40,12 +43,20 @@ class Cut(Kept):
         return Piece(self.where, lambda: self.local)
 
 
+def is_dtensor(tensor: Tensor) -> TypeGuard[DTensor]:
+    """Whether it is a DTensor: what these are takes a second to import, and where nobody has done so there is none."""
+    of_torch = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    return of_torch is not None and isinstance(tensor, of_torch)
+
+
 def local_part(tensor: Tensor | Cut) -> tuple[Tensor, Slices]:
     """The bytes this rank keeps of ``tensor`` and where they stand in the whole; writing to them writes to ``tensor``."""
     if isinstance(tensor, Cut):
         return tensor.local, tensor.where
-    if not isinstance(tensor, DTensor):
+    if not is_dtensor(tensor):
         return tensor, tuple(slice(0, size) for size in tensor.shape)
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return tensor.to_local(), tuple(slice(o, o + s) for o, s in zip(offset, shape, strict=True))
 
@@ -94,7 +105,7 @@ def fill_from_base(model: CausalLM, tensors: Mapping[str, Tensor], seed: int = 0
     for name, of in model.adapters.from_base.items():
         if name in tensors and (all_of_them or name not in model.adapters.tensors):
             values = of(base[of.weight].detach(), seed)
-            if isinstance(values, DTensor):
+            if is_dtensor(values):
                 tensors[name].detach().copy_(values)
             else:
                 local, where = local_part(tensors[name])

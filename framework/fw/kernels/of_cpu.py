@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 
 import torch
@@ -41,3 +42,13 @@ def _transformed() -> bool:
     if torch.compiler.is_compiling():  # has transforms of its own, and cannot trace the question
         return False
     return torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
+
+
+@functools.cache
+def multiplies(dtype: torch.dtype) -> bool:
+    """Whether oneDNN has products in these 16 bits on this processor; elsewhere torch's are loops of several times the time of fp32's."""
+    if not torch.backends.mkldnn.is_available():
+        return False
+    if dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return dtype == torch.float16 and bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())

@@ -26,6 +26,7 @@ from fw.kernels.calls import Kernel, heard
 
 _AGAIN = Kernel("fw_again", [ctypes.c_void_p, ctypes.c_long])
 _aten = torch.ops.aten
+_IN_PARTS = torch._C.DispatchKey.CompositeImplicitAutograd
 _CHUNK = 1 << 20
 _ALIGNED = 64
 _MOST_OF_WEIGHTS = 1 << 20
@@ -163,6 +164,11 @@ class Recorder(TorchDispatchMode):
         lasting: parameters, tables: whatever is there before and after. Only kernels may write to it.
     """
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Else torch imports its compiler, for a second within a request, only not to use it on what is below."""
+        return False
+
     def __init__(self, inputs: Sequence[Tensor], lasting: Iterable[Tensor]) -> None:
         super().__init__()
         self._items: list[Callable[[], object]] = []
@@ -227,8 +233,10 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if self._why is not None:
             return func(*args, **kwargs)
-        if func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd):
+        if func.has_kernel_for_dispatch_key(_IN_PARTS):
             with self:  # as nothing does that needs no gradients: dropout that drops nothing is no chance, and a reshape may be a view
+                if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), _IN_PARTS):  # what is computed without this, too
+                    return func._op_dk(_IN_PARTS, *args, **kwargs)
                 return func.decompose(*args, **kwargs)
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         if any(not x.is_cpu or x.layout is not torch.strided or type(x) not in (Tensor, torch.nn.Parameter) for x in given):

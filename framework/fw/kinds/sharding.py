@@ -6,11 +6,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from fw.kinds.attention import AttentionPlugin
 from fw.kinds.checkpoint import Kept
@@ -19,6 +18,9 @@ from fw.kinds.offload import OffloadPolicy
 from fw.kinds.optimizer import OptimizerSpec
 from fw.kinds.precision import PrecisionPolicy
 from fw.registry import Plugin
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 REPLICATE, SHARD, CONTEXT, TENSOR = "replicate", "shard", "context", "tensor"
 """Dimensions of a device mesh, in this order. Ranks that differ in the first two see different samples; along ``context`` they see

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import _disable_current_modes
 
+from fw.kernels.of_cpu import multiplies
 from fw.kernels.threads import alone
 from fw.planning import elsewhere
 from fw.training.out_of_memory import is_out_of_memory
@@ -44,7 +45,7 @@ def packed(given: Sequence[Tensor], dtype: torch.dtype, threads: int) -> list[in
         dtype: of the result.
         threads: that compute it.
     """
-    if not _lays_out(dtype) or any(tensor.dtype != dtype or not tensor.numel() for tensor in given):
+    if not multiplies(dtype) or any(tensor.dtype != dtype or not tensor.numel() for tensor in given):
         return []
     a, b = ((tuple(tensor.shape), tuple(tensor.stride())) for tensor in given[-2:])
     (*matrices, m, k), n = a[0], b[0][-1]
@@ -67,15 +68,6 @@ def _beside(dtype: torch.dtype) -> int | None:
     side = (_LITTLE, _LITTLE)
     more = _found_out((side, (_LITTLE, 1)), (side, (_LITTLE, 1)), dtype, 1) - 4 * _LITTLE**2
     return more if more >= 0 else None
-
-
-@functools.cache
-def _lays_out(dtype: torch.dtype) -> bool:
-    if not torch.backends.mkldnn.is_available():
-        return False
-    if dtype == torch.bfloat16:
-        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    return dtype == torch.float16 and bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
 
 
 def _of_a_size(a: _Laid, b: _Laid) -> tuple[_Laid, _Laid]:

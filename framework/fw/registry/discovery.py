@@ -45,10 +45,12 @@ REGISTERED: dict[Entry, type[Any]] = {}
 def _all() -> tuple[Entry, ...]:
     found: dict[Entry, None] = {}  # a distribution that is on sys.path twice is one distribution
     for distribution in importlib.metadata.distributions():
-        for point in distribution.entry_points:
-            if point.group.startswith(GROUP_PREFIX):
-                name = distribution.metadata["Name"] or "unknown"
-                found[Entry(point.group[len(GROUP_PREFIX) :], point.name, point.value, name, distribution.version)] = None
+        if not (points := [point for point in distribution.entry_points if point.group.startswith(GROUP_PREFIX)]):
+            continue
+        told = distribution.metadata  # which is read anew each time it is asked for
+        for point in points:
+            kind = point.group.removeprefix(GROUP_PREFIX)
+            found[Entry(kind, point.name, point.value, told["Name"] or "unknown", told["Version"])] = None
     return tuple(sorted(found, key=lambda e: (e.kind, e.name, e.distribution)))
 
 

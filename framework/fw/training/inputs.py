@@ -13,7 +13,7 @@ from fw.checkpointing.quantized_files import quantization_for, weights_of
 from fw.checkpointing.ranks import OneRank
 from fw.checkpointing.tensor_files import weights_for
 from fw.errors import UserError
-from fw.kernels.of_cpu import missing
+from fw.kernels.of_cpu import missing, multiplies
 from fw.kinds.checkpoint import Ranks, Reader
 from fw.kinds.data import Corpus, Say
 from fw.recipe import Recipe, World
@@ -98,6 +98,9 @@ def note(recipe: Recipe, device: torch.device) -> None:
         say(f"warning: {advice}")
     if text := recipe.step_spec(device).optimizer.note:
         say(text)
+    computes = {phase.policy.compute for phase in recipe.precision.phases()} - {torch.float32}
+    if device.type == "cpu" and (slow := [str(dtype).removeprefix("torch.") for dtype in computes if not multiplies(dtype)]):
+        say(f"this processor has no products in {slow[0]}: they take several times as long as those of precision=fp32")
     if recipe.names["peft"] != ("none",) and recipe.model.weights is None:
         say("the base has initial values, and checkpoints hold adapters alone; to begin from a model: model={name: auto, path: DIRECTORY}")
 
