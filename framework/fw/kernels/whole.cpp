@@ -9,6 +9,10 @@
 #include "panels.h"
 #include "words.h"
 
+#if defined(FW_WORDS) && !defined(__AVX512VNNI__)  // which multiplies four codes at once, and needs no words
+#define FW_PAIRS
+#endif
+
 using namespace panels;
 
 namespace {
@@ -123,7 +127,7 @@ void count_left(int rows, const uint8_t* x, long k4, const int8_t* panel, int32_
     }
 }
 
-#if defined(FW_WORDS)
+#if defined(FW_PAIRS)
 // Four codes of each of 32 outputs as two words each, of eight outputs in a register.
 inline void four_each(const int8_t* at, __m256* first, __m256* second) {
     for (int q = 0; q < 4; q++) {
@@ -147,7 +151,7 @@ void whole::numbers(const uint16_t* x, const Layer* layers, long count, long row
         for (long r = piece * together; r < std::min(rows, (piece + 1) * together); r++)
             codes_of(x + r * inputs, inputs, k4 * 4, codes.data() + r * k4 * 4, &of_row[r]);
     });
-#if defined(FW_WORDS)
+#if defined(FW_PAIRS)
     const words::Rows given(rows, 2 * k4, rows >= MANY, [&](long row, long k, long steps, uint32_t* to) {
         const uint8_t* from = codes.data() + row * k4 * 4 + 2 * k;
         for (long i = 0; i < steps; i++) to[i] = uint32_t(from[2 * i]) | uint32_t(from[2 * i + 1]) << 16;
@@ -171,7 +175,7 @@ void whole::numbers(const uint16_t* x, const Layer* layers, long count, long row
             return;
         }
 #endif
-#if defined(FW_WORDS)
+#if defined(FW_PAIRS)
         if (given.there()) {
             thread_local std::vector<int32_t> all;
             all.assign(rows * PANEL, 0);
