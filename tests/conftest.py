@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
+import share
 import warm_python
 from fw.caches import cache_dir
 
@@ -30,6 +31,11 @@ def _hands_out(config: pytest.Config) -> bool:
 def pytest_configure(config: pytest.Config) -> None:
     if not _hands_out(config):
         warm_python.install()
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` deselects
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    share.divide(items, whole_files=not any("::" in word for word in config.args))
 
 
 TINY: dict[str, Any] = {

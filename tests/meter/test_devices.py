@@ -85,6 +85,17 @@ def test_utilization_is_a_share_of_the_data_sheet(monkeypatch, product, half, fu
         assert flops.peak_flops(device, dtype) == half
 
 
+@pytest.mark.parametrize("has_bf16", [True, False])
+def test_what_a_processor_has_no_products_in_is_not_measured(monkeypatch, has_bf16):
+    """Torch's loops in it would take tens of seconds before the first step, and be no peak."""
+    asked = []
+    monkeypatch.setattr(flops, "multiplies", lambda dtype: has_bf16 and dtype == torch.bfloat16)
+    monkeypatch.setattr(flops, "_of_products", lambda device, dtype, threads: asked.append(dtype) or 1.0)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        flops.peak_flops(torch.device("cpu"), dtype)
+    assert asked == [torch.float32, torch.bfloat16 if has_bf16 else torch.float32, torch.float32]
+
+
 def test_products_have_their_memory():
     assert devices.of_product("NVIDIA A100-SXM4-40GB") is find("a100-40gb")
     assert devices.of_product("NVIDIA A100-SXM4-80GB") is find("a100-80gb")

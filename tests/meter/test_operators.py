@@ -149,7 +149,7 @@ def test_of_a_real_step() -> None:
     step()
     with FlopCounterMode(display=False) as counter:
         step()
-    with profile(activities=[ProfilerActivity.CPU], record_shapes=True, profile_memory=True, acc_events=True) as record:
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True, profile_memory=True) as record:
         with torch.profiler.record_function("around"):
             step()
         with torch.profiler.record_function(STEP):

@@ -160,7 +160,7 @@ def allocations(
     gc.collect()
     found = Allocations(device, earlier)
     # Shapes come with addresses, which say what is converted and what is exchanged.
-    how: dict[str, Any] = {"profile_memory": True, "record_shapes": rules != Rules(), "with_stack": lines, "acc_events": True}
+    how: dict[str, Any] = {"profile_memory": True, "record_shapes": rules != Rules(), "with_stack": lines}
     with recorded(device) as entries, profile(activities=[ProfilerActivity.CPU], **how) as record:
         found.began()
         yield found

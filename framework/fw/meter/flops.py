@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from fw.kernels.of_cpu import multiplies
 from fw.kinds.model import CausalLM
 from fw.meter.devices import of_product
 
@@ -65,8 +66,8 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def _measured(device: torch.device, dtype: torch.dtype) -> float:
-    if device.type == "cpu" and dtype == torch.float16:
-        dtype = torch.float32  # products in float16 are emulated on most CPUs, which is no peak to measure against
+    if device.type == "cpu" and not multiplies(dtype):
+        dtype = torch.float32  # elsewhere torch's products in 16 bits are loops: no peak to measure against, and seconds to do so
     return _of_products(device, dtype, torch.get_num_threads())
 
 

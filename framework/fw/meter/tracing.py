@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
+import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -33,7 +36,7 @@ def tracing(device: torch.device, directory: Path, rank: int) -> Iterator[list[S
     try:
         with (
             heard() as on_disk,
-            profile(activities=activities, record_shapes=True, profile_memory=True, acc_events=True) as record,
+            profile(activities=activities, record_shapes=True, profile_memory=True) as record,
         ):
             with torch.profiler.record_function(STEP):
                 yield found
@@ -50,4 +53,13 @@ def tracing(device: torch.device, directory: Path, rank: int) -> Iterator[list[S
     most = gpu_rates(device) if on_gpu and moved >= _OFFLOADED_BYTES else {}
     between = [replace(each, most=most.get(each.way, 0.0)) for each in trace.transfers]
     found.append(replace(trace, transfers=[*between, *on_disk]))
-    record.export_chrome_trace(str(directory / f"rank{rank}.pt.trace.json.gz"))
+    _write(record, directory / f"rank{rank}.pt.trace.json.gz")
+
+
+def _write(record: profile, file: Path) -> None:
+    """As torch does, but not line by line, of which there are hundreds of thousands."""
+    with tempfile.TemporaryDirectory() as beside:
+        whole = Path(beside, "trace.json")
+        record.export_chrome_trace(str(whole))
+        with whole.open("rb") as source, gzip.open(file, "wb") as target:
+            shutil.copyfileobj(source, target, 1 << 20)
