@@ -45,6 +45,15 @@ def inside(path: Path, wanted: str) -> Path | None:
     return None
 
 
+def confined(directory: Path, root: Path) -> bool:
+    """Whether a directory is below another one, and so is whatever lies right in it: wherever links lead.
+
+    Args:
+        root: resolved.
+    """
+    return all(each.resolve().is_relative_to(root) for each in (directory, *directory.iterdir()))
+
+
 def _download(name: str) -> Path:
     if importlib.util.find_spec("huggingface_hub") is None:
         raise UserError(f"{name}: no such directory; to take it from the hub, pip install huggingface_hub")

@@ -173,6 +173,11 @@ def test_what_is_no_model_directory_is_refused(tmp_path):
     next((tmp_path / "a").glob("model-00002-of-*")).unlink()
     with pytest.raises(UserError, match=r"files that model\.safetensors\.index\.json names are missing: model-00002"):
         load_model(tmp_path / "a")
+    index = tmp_path / "a/model.safetensors.index.json"
+    for name in ("../b/model.safetensors", "/etc/passwd", "..\\b", 1):
+        index.write_text(json.dumps({"weight_map": {"x": name}}))
+        with pytest.raises(UserError, match=r"model\.safetensors\.index\.json names .* no file beside it"):
+            load_model(tmp_path / "a")
     save("llama", tmp_path / "b")
     file = tmp_path / "b/model.safetensors"
     file.write_bytes(file.read_bytes()[:5000])

@@ -20,7 +20,7 @@ from fw.inference.options import Sampling
 from fw.inference.text import AnswerText
 from fw.server.engine import EngineProcess, Ticket
 from fw.server.errors import ApiError
-from fw.server.messages import Abort, Add, Begin, LoadAdapter, Stepped
+from fw.server.messages import Abort, Add, Begin, DropAdapter, Hold, LoadAdapter, Release, Stepped
 from fw.server.settings import settings
 from fw.server.worker import Served
 from serving import make_model, serving, until
@@ -220,6 +220,42 @@ def test_forms_are_made_beside_steps(served, monkeypatch):
     assert list(found) == ["formed"] and found["formed"].text == "aaa"
 
 
+def test_a_request_keeps_the_adapter_that_was_there_when_it_came(served, monkeypatch):
+    """However long its form takes, and, where it is held, however late its parts come."""
+    pytest.importorskip("llguidance")
+    adapters, form, go = served._engine.adapters, served._engine.structure.form, threading.Event()
+    monkeypatch.setattr(adapters, "_read", lambda directory: {})
+
+    def slow(sampling):
+        assert sampling.form is None or go.wait(60)
+        return form(sampling)
+
+    monkeypatch.setattr(served._engine.structure, "form", slow)
+    said = SimpleNamespace(send=lambda done: None)
+    formed = Sampling(max_tokens=9, temperature=0, regex="a{3}")
+    served.take(LoadAdapter("load", "mine", "one"), said)
+    first = adapters.find("mine")
+    for key in ("formed", "left"):
+        served.take(Add(key, [5, 6], formed, adapter="mine"), said)
+    served.take(Hold("parts", "mine"), said)
+    served.take(DropAdapter("drop", "mine"), said)
+    served.take(Add("late", [5, 6], ASKED, adapter="mine", held="parts"), said)
+    served.take(Add("none", [5, 6], formed, adapter="mine"), said)
+    served.take(LoadAdapter("load again", "mine", "another"), said)
+    served.take(Release("parts"), said)
+    served.take(Add("new", [5, 6], ASKED, adapter="mine"), said)
+    served.take(Abort("left"), said)
+    go.set()
+    for _ in range(2):
+        assert served.forming.ready.poll(60)
+        served.take_form()
+    assert "no adapter 'mine'" in served.said().refused["none"]
+    has = {key: request.adapter for key, request in served._engine._requests.items()}
+    assert has == {"late": first, "new": adapters.find("mine"), "formed": first} and first is not has["new"] and not served._kept
+    assert set(_results(served)) == {"late", "new", "formed"}
+    served.take(DropAdapter("drop again", "mine"), said)
+
+
 def _chain(length, link):
     names = {f"d{n}": link({"$ref": f"#/$defs/d{n + 1}"}) for n in range(length)}
     return {"json_schema": {"$defs": {**names, f"d{length}": {"type": "integer"}}, "$ref": "#/$defs/d0"}}
@@ -324,9 +360,12 @@ def test_a_dead_engine_is_no_health(directory):
         api, log = Api(wanted, engines), Log(None)
         transport = httpx.ASGITransport(create_app(api, Batches(api, log), log))
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
-            return [await client.get(path) for path in ("/health", "/ready")]
+            return [await client.get(path) for path in ("/health", "/ready", "/openapi.json")]
 
-    health, ready = asyncio.run(ask("failed"))
+    health, ready, document = asyncio.run(ask("failed"))
     assert (health.status_code, health.json()["status"]) == (503, "failed") and ready.status_code == 503
-    health, ready = asyncio.run(ask("loading"))
+    for path in ("/health", "/ready"):
+        told = document.json()["paths"][path]["get"]["responses"]["503"]["content"]["application/json"]["schema"]
+        assert told == {"$ref": "#/components/schemas/Condition"}, "what it says of itself"
+    health, ready, _ = asyncio.run(ask("loading"))
     assert (health.status_code, health.json()["status"]) == (200, "ok") and ready.json()["status"] == "loading"

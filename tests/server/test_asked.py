@@ -31,11 +31,14 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "ob
         (CHAT, {"store": True}, "store"),
         ("/v1/responses", {"store": True}, "store"),
         (CHAT, {"regex": "x" * 100_001}, "regex"),
+        (CHAT, {"tools": [TOOL] * 129}, "tools"),
+        ("/tokenize", {"messages": HELLO, "tools": [TOOL] * 129}, "tools"),
+        ("/v1/responses", {"tools": [{"type": "function", "name": "f"}] * 129}, "tools"),
     ],
 )
 def test_what_would_have_no_effect_is_refused(server, path, more, param):
     with server.client() as client:
-        found = client.post(path, json={**OF[path], **more})
+        found = client.post(path, json={**OF.get(path, {}), **more})
         assert found.status_code == 400 and found.json()["error"]["param"] == param
 
 

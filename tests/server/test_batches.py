@@ -42,6 +42,7 @@ def test_answers_are_those_of_requests_by_themselves(batching, client, endpoint)
         bodies = [{"prompt": [text, text + text], "max_tokens": 12, "temperature": 0, "logprobs": 1, "echo": True} for text in texts]
     else:
         bodies = [{"input": [text, text + text], "dimensions": 7} for text in texts]
+        bodies.append({"input": [f"text {n}" for n in range(19)]})  # more than there is ever room for at once
     batch = calls.create(client, [calls.line(n, endpoint, **body) for n, body in enumerate(bodies)], endpoint, metadata={"whose": "ours"})
     assert batch.status == "validating" and not batch.model_extra and batch.expires_at - batch.created_at == 24 * 60 * 60
     batch = calls.ended(client, batch)

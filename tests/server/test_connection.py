@@ -22,6 +22,9 @@ from fw.server.watching import while_there
 
 GET = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
 HEAD = b"POST / HTTP/1.1\r\nHost: localhost\r\n"
+LARGE = 4 << 20
+LOOPS = ["asyncio", "uvloop"]
+"""The server has uvloop's where that is installed, whose connections are its own."""
 
 
 async def _app(scope, receive, send):
@@ -33,16 +36,18 @@ async def _app(scope, receive, send):
     await send({"type": "http.response.body", "body": b"ok"})
 
 
-def _talking(talk, seconds, at_a_time=1000):
+def _talking(talk, seconds, at_a_time=1000, app=_app, protocol=Connection, loop="asyncio"):
     """What a client makes of a server whose connections wait for so long, and are so many."""
 
-    class Quick(Connection):
+    class Quick(protocol):
         head_seconds = seconds
         most = at_a_time
 
     async def main():
         listening = socket.create_server(("127.0.0.1", 0))
-        config = uvicorn.Config(_app, log_config=None, http=Quick, lifespan="off", timeout_keep_alive=60, ws="none")
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)
+        bounds = {"timeout_keep_alive": 60, "timeout_graceful_shutdown": 5}
+        config = uvicorn.Config(app, log_config=None, http=Quick, lifespan="off", ws="none", **bounds)
         server = uvicorn.Server(config)
         running = asyncio.ensure_future(server.serve(sockets=[listening]))
         reader, writer = await asyncio.open_connection(*listening.getsockname())
@@ -53,7 +58,11 @@ def _talking(talk, seconds, at_a_time=1000):
             server.should_exit = True
             await running
 
-    return asyncio.run(main())
+    made = pytest.importorskip(loop).new_event_loop()
+    try:
+        return made.run_until_complete(main())
+    finally:
+        made.close()
 
 
 @pytest.mark.parametrize(("before", "begun"), [(b"", b""), (b"", b"GET / HT"), (b"", HEAD), (GET, b"GET / HT"), (GET, HEAD)])
@@ -141,6 +150,136 @@ def test_connections_are_no_more_than_there_may_be():
         return await fourth.readuntil(b"ok")
 
     assert _talking(talk, 60, at_a_time=2).startswith(b"HTTP/1.1 200")
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("apart", [False, True])
+def test_whoever_goes_away_is_noticed_also_where_more_was_asked(apart, loop):
+    """By the request that runs; the next does not even begin."""
+    begun, gone = [], []
+
+    async def waiting(scope, receive, send):
+        begun.append(scope["path"])
+        (going,) = gone
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        going.set()
+
+    async def talk(reader, writer):
+        gone.append(going := asyncio.Event())
+        first, second = (f"GET /{name} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode() for name in ("first", "second"))
+        writer.write(first)
+        while apart and not begun:
+            await asyncio.sleep(0)
+        writer.write(second)
+        writer.close()
+        await asyncio.wait_for(going.wait(), 20)
+        return begun
+
+    assert _talking(talk, 60, app=waiting, loop=loop) == ["/first"]
+
+
+def test_many_requests_without_waiting_for_answers():
+    async def talk(reader, writer):
+        writer.write(GET * 100)
+        for _ in range(100):
+            assert (await reader.readuntil(b"ok")).startswith(b"HTTP/1.1 200")
+        return True
+
+    assert _talking(talk, 60)
+
+
+async def _large(scope, receive, send):
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", str(LARGE).encode())]})
+    await send({"type": "http.response.body", "body": bytes(LARGE)})
+
+
+async def _endless(scope, receive, send):
+    async def sending():
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        while True:
+            await send({"type": "http.response.body", "body": bytes(1 << 14), "more_body": True})
+            await asyncio.sleep(0)  # who is gone is sent nothing, and without a wait
+
+    with suppress(Exception):
+        await while_there(receive, sending(), 3600)
+
+
+def _narrow(writer):
+    """Another client of the same server, which takes little at once."""
+    sock = socket.socket()
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 17)
+    sock.connect(writer.get_extra_info("peername"))
+    sock.setblocking(False)
+    return sock
+
+
+def _watched(seconds):
+    """Connections that look so often at what is taken."""
+    looks, lost = asyncio.Queue(), asyncio.Queue()
+
+    class Watched(Connection):
+        taking_seconds = seconds
+
+        def _look(self):
+            super()._look()
+            looks.put_nowait(self)
+
+        def connection_lost(self, exc):
+            super().connection_lost(exc)
+            lost.put_nowait(self)
+
+    return Watched, looks, lost
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("app", [_large, _endless])
+@pytest.mark.parametrize("closing", [False, True])
+def test_whoever_does_not_read_does_not_keep_an_answer(app, closing, loop):
+    """Nor a connection that the server has closed, which ends only when all is read."""
+    watched, _, lost = _watched(0.05)
+
+    async def talk(reader, writer):
+        with _narrow(writer) as sock:
+            end = b"\r\nConnection: close\r\n\r\n" if closing else b"\r\n\r\n"
+            await asyncio.get_running_loop().sock_sendall(sock, GET.replace(b"\r\n\r\n", end))
+            connection = await asyncio.wait_for(lost.get(), 20)
+            return connection.transport.get_write_buffer_size()
+
+    assert _talking(talk, 60, app=app, protocol=watched, loop=loop) == 0
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_whoever_reads_slowly_gets_all(loop):
+    """A little each time that the server looks."""
+    watched, looks, _ = _watched(0.1)
+
+    async def talk(reader, writer):
+        with _narrow(writer) as sock:
+            await asyncio.get_running_loop().sock_sendall(sock, GET)
+            found = bytearray()
+            while len(found.partition(b"\r\n\r\n")[2]) < LARGE:
+                await looks.get()
+                piece = await asyncio.get_running_loop().sock_recv(sock, 1 << 17)
+                assert piece, "the connection has been ended"
+                found += piece
+            return len(found.partition(b"\r\n\r\n")[2])
+
+    assert _talking(talk, 60, app=_large, protocol=watched, loop=loop) == LARGE
+
+
+@pytest.mark.parametrize("sent", [b"GET /x?\xff HTTP/1.1\r\nHost: x\r\n\r\n", b"nonsense\r\n\r\n", HEAD + b"X: " + b"x" * (1 << 17)])
+def test_what_is_no_request_is_told_in_the_shape_of_errors(sent):
+    async def talk(reader, writer):
+        writer.write(sent)
+        return await reader.readuntil(b"}}")
+
+    head, _, body = _talking(talk, 60).partition(b"\r\n\r\n")
+    status, *headers = head.decode().lower().split("\r\n")
+    assert status == "http/1.1 400 bad request" and "connection: close" in headers and any(line.startswith("date: ") for line in headers)
+    assert "content-type: application/json" in headers and f"content-length: {len(body)}" in headers
+    error = json.loads(body)["error"]
+    assert error["type"] == "invalid_request_error" and error.keys() == {"message", "type", "param", "code"}
 
 
 def test_files_are_as_many_as_connections_want():

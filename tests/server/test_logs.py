@@ -7,11 +7,16 @@ import gc
 import io
 import json
 import logging
+import signal
+import subprocess
+import sys
 
+import httpx
 import pytest
 from pydantic import BaseModel, ValidationError
 
 from fw.server.logs import Log, Record, ToLog
+from serving import PATIENCE_S
 
 SECRET = "a secret"
 
@@ -69,6 +74,54 @@ def test_whatever_is_in_a_line_it_is_one():
     Log(out).request(record)
     assert out.getvalue().isascii() and out.getvalue().count("\n") == 1 and "\x1b" not in out.getvalue()
     assert json.loads(out.getvalue())["path"] == strange
+
+
+class _Full(io.StringIO):
+    """As a disk that is full, or a pipe that nobody reads, has it."""
+
+    def __init__(self, where):
+        super().__init__()
+        self._where = where
+
+    def write(self, text):
+        if self._where == "write":
+            raise BrokenPipeError(32, "Broken pipe")
+        return super().write(text)
+
+    def flush(self):
+        if self._where == "flush":
+            raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize("where", ["write", "flush", "closed"])
+def test_a_log_that_cannot_be_written_ends_nothing(where):
+    out = _Full(where)
+    if where == "closed":
+        out.close()
+    log = Log(out)
+    log.line("ready")
+    log.request(Record("1", "GET", "/"))
+    log.failure("batch", ValueError("x"))
+    with ToLog(log):
+        logging.getLogger("asyncio").error("x")
+
+
+def test_a_server_outlives_a_full_disk_of_its_log(directory):
+    with open("/dev/full", "w") as full:
+        words = [sys.executable, "-m", "fw", "serve", str(directory), "--port", "0"]
+        process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=full, text=True)
+    try:
+        said = process.stdout.readline()
+        url = said.split()[-1]
+        assert "fw: ready" in process.stdout.readline()
+        for path, status in (("/v1/models", 200), ("/nowhere", 404), ("/v1/models", 200)):
+            assert httpx.get(url + path, timeout=PATIENCE_S).status_code == status
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(PATIENCE_S) == 0
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
 
 
 def test_ids_of_requests(server):

@@ -173,6 +173,7 @@ for _ in range(60):
         (function(name="a.b"), None, r"tools\[0\]\.function\.name: 'a.b' is no name"),
         (function(name="f\n"), None, r"is no name"),
         (function(name="a" * 65), None, r"is no name"),
+        (function() * 129, None, "tools: 129 are more than the 128 that a request may have; give fewer"),
         (function() + function(), None, r"tools\[1\]\.function\.name: 'f' is the name of tools\[0\] too; rename one of them"),
         (function(parameters=[]), None, r"tools\[0\]\.function\.parameters: it is no JSON schema of an object; write \{"),
         (function(parameters={"type": "string"}), None, "it is no JSON schema of an object"),
@@ -206,6 +207,7 @@ def test_tools_that_are_wrong(tools, choice, message):
         (function(parameters={"properties": {"x": True}}, name="a" * 64), "none"),
         (TOOLS, {"type": "function", "function": {"name": "get-time"}}),
         ([REFERRING], "required"),
+        ([tool(f"f{n}") for n in range(128)], {"type": "function", "function": {"name": "f127"}}),
     ],
 )
 def test_tools_that_are_right(tools, choice):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 from contextlib import closing, suppress
 from pathlib import Path
@@ -333,6 +334,19 @@ def test_adapters_come_from_one_directory_only(directory, tmp_path):
         adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
         adapted.save_pretrained(place)
     (inside / "link").symlink_to(outside)
+    for name in ("latest", "checkpoints/latest"):
+        (inside / name.replace("/", "-") / name).parent.mkdir(parents=True)
+        (inside / name.replace("/", "-") / name).symlink_to(outside)
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        shutil.copytree(inside / "one", inside / name)
+        (inside / name / name).unlink()
+        (inside / name / name).symlink_to(outside / name)
+    shutil.copytree(inside / "one", inside / "listed")
+    (inside / "listed" / "adapter_model.safetensors").unlink()
+    listed = {"weight_map": {"x": "../../outside/adapter_model.safetensors"}}
+    (inside / "listed" / "adapter_model.safetensors.index.json").write_text(json.dumps(listed))
+    (inside / "run" / "checkpoints").mkdir(parents=True)
+    (inside / "run" / "checkpoints" / "latest").symlink_to(inside / "one")
     with serving(directory, "--adapters-dir", str(inside), "inference.dtype=fp32") as server, server.client() as client:
 
         def load(name, path):
@@ -344,6 +358,12 @@ def test_adapters_come_from_one_directory_only(directory, tmp_path):
 
         for path in ("../outside", str(outside), "link", ".", "none", "one/../../outside", "x\0y", "a" * 4000):
             assert load("bad", path).status_code == 404, path
+        for path in ("latest", "checkpoints-latest", "adapter_config.json", "adapter_model.safetensors"):
+            assert load("bad", path).status_code == 404, path
+        refused = load("bad", "listed")
+        assert refused.status_code == 400 and "no file beside it" in refused.json()["error"]["message"]
+        assert load("run", "run").status_code == 200
+        assert client.post("/v1/unload_lora_adapter", json={"lora_name": "run"}).status_code == 200
         assert load(directory.name, "one").status_code == 400 and load("../x", "one").status_code == 400
         plain = text(directory.name)
         assert load("one", "one").status_code == 200 and load("one", "one").status_code == 400

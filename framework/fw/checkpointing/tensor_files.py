@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterable, Mapping, Set as AbstractSet
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -230,6 +231,8 @@ def _files(directory: Place, stem: str) -> list[str]:
             names = sorted(set(json.loads(directory.read(index))["weight_map"].values()))
         except (ValueError, KeyError, AttributeError, TypeError) as error:
             raise UserError(f"{directory / index} is no index of safetensors files ({type(error).__name__}: {error})") from None
+        if strange := [name for name in names if not isinstance(name, str) or {"/", "\\", os.sep} & set(name)]:
+            raise UserError(f"{directory / index} names {strange[0]!r}, which is no file beside it; all that an index names are")
         missing = [name for name in names if not directory.has(name)]
         if missing:
             raise UserError(f"{directory}: files that {index} names are missing: {_some(missing)}")

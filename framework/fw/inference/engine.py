@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fw.config import InferenceSection
 from fw.errors import UserError
-from fw.inference.adapters import Adapters
+from fw.inference.adapters import Adapter, Adapters
 from fw.inference.cached import Logits, Piece, Runner
 from fw.inference.checking import check
 from fw.inference.options import Sampling
@@ -126,7 +126,7 @@ class Engine:
         prompt: Sequence[int],
         sampling: Sampling,
         priority: int = 0,
-        adapter: str | None = None,
+        adapter: str | Adapter | None = None,
         pooling: Pooling | None = None,
         form: Form | None = None,
     ) -> None:
@@ -136,7 +136,7 @@ class Engine:
             key: that no other request has now.
             prompt: ids, one at least.
             priority: lower goes first.
-            adapter: by its name.
+            adapter: by its name, or one that was found before: it may have been dropped since.
             pooling: instead of an answer give the prompt's embedding, made of its hidden states so.
             form: that ``sampling`` asks for, by :attr:`structure`; None where it is to be made now.
 
@@ -150,7 +150,7 @@ class Engine:
             if not self._shows_hidden_states:
                 raise UserError("hidden states of this model are not to be had, so it gives no embeddings; those of fw's own models are")
         limit = check(prompt, sampling, self.context, self.vocab_size, self._options.max_sequences)
-        chosen = None if adapter is None else self.adapters.find(adapter)
+        chosen = self.adapters.find(adapter) if isinstance(adapter, str) else adapter
         request = Request(
             key,
             list(prompt),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,7 +13,7 @@ from fw.errors import UserError, did_you_mean
 from fw.inference.asking import Model, Prompt, sampling
 from fw.inference.options import Sampling
 from fw.inference.results import Completion, Result
-from fw.tokenizer import Tokenizer
+from fw.tokenizer import TextStream, Tokenizer
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 _SAME = (
@@ -42,6 +41,8 @@ _SAME = (
 )
 _WITHOUT_EFFECT = ("model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
 """What says who asks or what is kept, not what is answered."""
+_LOST = 64
+"""Characters of white space that a special token may have taken from a text."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,10 @@ def asked(model: Model, url: str, body: Mapping[str, Any]) -> Asked:
     if "max_tokens" not in settings:
         settings["max_tokens"] = None if chat else 16
     settings["logprobs"] = _logprobs(rest, chat)
-    settings |= _form(rest.pop("response_format", None))
+    form = _form(rest.pop("response_format", None))
+    if form and "json_schema" in settings:
+        raise UserError("response_format and json_schema: an answer has one form; give one of them")
+    settings |= form
     if not chat and "best_of" in rest:
         settings["best_of"] = rest.pop("best_of")
     echo = not chat and bool(rest.pop("echo", False))
@@ -160,9 +164,16 @@ def choice(model: Model, of: Asked, result: Result, completion: Completion) -> d
         told = {"content": chat_logprobs(model, tokens)} if wanted else None
         return {**common, "message": {"role": "assistant", "content": completion.text}, "logprobs": told}
     before = echoed(model, of, result.prompt_token_ids) if of.echo else ""
-    if of.echo and wanted:
+    text = before + completion.text
+    if not wanted:
+        return {**common, "text": text, "logprobs": None}
+    own = Offsets(model.tokenizer, of.sampling.skip_special_tokens, len(before))
+    offsets = [own.next(token) for token, _, _ in tokens]
+    if of.echo:
+        of_prompt = _OffsetsIn(model.tokenizer, of.prompt) if isinstance(of.prompt, str) else Offsets(model.tokenizer)
+        offsets = [*map(of_prompt.next, result.prompt_token_ids), *offsets]
         tokens = [*prompt_tokens(result), *tokens]
-    return {**common, "text": before + completion.text, "logprobs": text_logprobs(model, tokens) if wanted else None}
+    return {**common, "text": text, "logprobs": text_logprobs(model, tokens, offsets)}
 
 
 def echoed(model: Model, of: Asked, ids: Sequence[int]) -> str:
@@ -193,36 +204,63 @@ def chat_logprobs(model: Model, tokens: Iterable[Told]) -> list[dict[str, Any]]:
 
 
 class Offsets:
-    """Where tokens stand in their text, one after another: characters may be of several tokens, of which the last one has it."""
+    """Where tokens stand in their text, one after another: characters may be of several tokens, of which the last one has it.
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer, self._at = tokenizer, 0
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    Args:
+        skip_special_tokens: the text is without them.
+        begin: where it begins, in characters.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True, begin: int = 0) -> None:
+        self._stream = TextStream(tokenizer, skip_special_tokens=skip_special_tokens)
+        self._at = begin
 
     def next(self, token: int) -> int:
         """Of the next one."""
         at = self._at
-        if token not in self._tokenizer.special_ids:
-            self._at += len(self._decoder.decode(self._tokenizer.token_bytes(token)))
+        self._at += len(self._stream.push(token))
         return at
 
 
-def text_logprobs(model: Model, tokens: Iterable[Told], at: Offsets | None = None) -> dict[str, Any]:
+class _OffsetsIn(Offsets):
+    """Likewise, where the text is not made of the tokens, but they of it: special ones may not be in it, and white space may be lost."""
+
+    def __init__(self, tokenizer: Tokenizer, text: str) -> None:
+        super().__init__(tokenizer, skip_special_tokens=False)
+        self._tokenizer, self._text = tokenizer, text
+
+    def next(self, token: int) -> int:
+        """Of the next one."""
+        if token in self._tokenizer.special_ids and self._found(self._tokenizer.id_to_token(token) or "") is None:
+            return self._at
+        piece = self._stream.push(token)
+        at, self._at = self._found(piece) or (self._at, min(self._at + len(piece), len(self._text)))
+        return at
+
+    def _found(self, piece: str) -> tuple[int, int] | None:
+        """From where to where it stands here."""
+        near = self._text[self._at : self._at + _LOST]
+        for at in (self._at, self._at + len(near) - len(near.lstrip())):
+            for each in (piece, piece.lstrip(" ")):
+                if self._text.startswith(each, at) and (each or not piece):
+                    return at, at + len(each)
+        return None
+
+
+def text_logprobs(model: Model, tokens: Iterable[Told], offsets: Sequence[int]) -> dict[str, Any]:
     """As completions have them. A token that is no text of its own is written ``bytes:\\xNN``.
 
     Args:
-        at: of the text's tokens, those before these told; None where these are the first.
+        offsets: of these tokens.
     """
-    known, texts, logprobs, tops, offsets = model.tokenizer, [], [], [], []
-    at = at or Offsets(known)
+    known, texts, logprobs, tops = model.tokenizer, [], [], []
     for token, logprob, top in tokens:
         texts.append(_name(known, token))
         logprobs.append(logprob)
         named = {_name(known, other): its for other, its in top.items()}
         # Of equal names, which only byte tokens and text may have, the likelier one is kept: it comes first.
         tops.append({**named, **({texts[-1]: logprob} if top and logprob is not None and texts[-1] not in named else {})} or None)
-        offsets.append(at.next(token))
-    return {"tokens": texts, "token_logprobs": logprobs, "top_logprobs": tops if any(tops) else None, "text_offset": offsets}
+    return {"tokens": texts, "token_logprobs": logprobs, "top_logprobs": tops if any(tops) else None, "text_offset": list(offsets)}
 
 
 def _name(tokenizer: Tokenizer, token: int) -> str:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import aclosing
-from dataclasses import dataclass
+from contextlib import AbstractAsyncContextManager, aclosing, nullcontext
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 from starlette.requests import Request
@@ -19,15 +19,31 @@ from fw.inference.results import Delta, Pooling, Result
 from fw.server.engine import Ticket
 from fw.server.engines import Engines
 from fw.server.errors import ApiError, not_found, shown, wrong
-from fw.server.logs import note
+from fw.server.logs import current, note
 from fw.server.metrics import Metrics
 from fw.server.planned import Plan
 from fw.server.settings import Settings
-from fw.server.streaming import DONE, Streamed
+from fw.server.streaming import Streamed
 from fw.server.tokens import check_length, encode_all
 from fw.server.tool_calls import family_of
 from fw.server.watching import while_there
 from fw.tokenizer import Tokenizer
+
+_LONGEST_NAME = 200
+"""Characters of a model's name that the log repeats: what a client calls one may be as long as a body."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Of a request that is too wide to be begun at once.
+
+    Attributes:
+        width: sequences that it is computed as.
+        begin: gives it to an engine.
+    """
+
+    width: int
+    begin: Callable[[], list[Ticket]]
 
 
 @dataclass(frozen=True)
@@ -35,12 +51,35 @@ class Begun:
     """A request that engines have.
 
     Attributes:
-        whole: makes the answer's body of the tickets' results; ``events``, server-sent events as they come.
+        whole: makes the answer's body of all results; ``events``, server-sent events as they come.
+        later: parts that follow when those before them have ended.
+        end: is called when nothing more of it is begun, perhaps more than once.
     """
 
     tickets: Sequence[Ticket]
     whole: Callable[[Sequence[Result]], dict[str, Any]]
     events: Callable[[], AsyncGenerator[bytes, None]]
+    later: Sequence[Part] = field(default=(), kw_only=True)
+    end: Callable[[], None] = field(default=lambda: None, kw_only=True)
+
+
+def _add_up(**more: Any) -> None:
+    """Of one of a request's prompts, for the line of the current request: to what there is of others."""
+    if (record := current.get()) is not None:
+        note(**{name: record.more[name] + value if name in record.more else value for name, value in more.items()})
+
+
+def _note_first(seconds: float) -> None:
+    """Of the prompt whose answer has begun first."""
+    if (record := current.get()) is not None:
+        record.more.setdefault("first_token_seconds", seconds)
+
+
+def _note_prompt(text: str) -> None:
+    """A list of them, where there are several."""
+    if (record := current.get()) is not None:
+        before = record.more.get("prompt")
+        note(prompt=text if before is None else [*(before if isinstance(before, list) else [before]), text])
 
 
 class Api:
@@ -51,6 +90,8 @@ class Api:
         self.metrics = Metrics(engines, settings.name)
         self.plan = Plan(engines.starting.begin)
         self.created = int(time.time())
+        self.hidden_size: int | None = None
+        """Of the model; not known before there has been an embedding."""
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -87,7 +128,7 @@ class Api:
         Raises:
             ApiError: there is none of this name, or none can be known.
         """
-        note(model=name)
+        note(model=name and shown(name, _LONGEST_NAME))
         if name is None or name == self.settings.name:
             return None
         if name in self.adapters:
@@ -193,16 +234,19 @@ class Api:
                             self.metrics.between(now - before[each.index])
                         elif not before:
                             self.metrics.first(now - begun)
-                            note(first_token_seconds=round(now - begun, 4))
+                            _note_first(round(now - begun, 4))
                         before[each.index] = now
                     yield each
                     continue
+                if each.embedding:
+                    self.hidden_size = len(each.embedding)
                 reasons = [completion.finish_reason for completion in each.completions]
                 tokens = each.generated_tokens
                 self.metrics.ended(time.monotonic() - begun, len(each.prompt_token_ids), tokens, list(reasons))
-                note(completion_tokens=tokens, cached_tokens=each.cached_tokens, finish_reasons=reasons)
+                _add_up(completion_tokens=tokens, cached_tokens=each.cached_tokens, finish_reasons=[] if each.embedding else reasons)
                 if self.settings.serve.log_prompts:
-                    note(prompt=self.tokenizer.decode(each.prompt_token_ids), answers=[completion.text for completion in each.completions])
+                    _add_up(answers=[completion.text for completion in each.completions])
+                    _note_prompt(self.tokenizer.decode(each.prompt_token_ids))
                 yield each
                 return
         finally:
@@ -227,6 +271,30 @@ class Api:
                     return each
         raise AssertionError("an answer ends with its result")
 
+    async def all_results(
+        self, begun: Begun, room: Callable[[int], AbstractAsyncContextManager[None]] = lambda width: nullcontext()
+    ) -> list[Result]:
+        """Of all parts; where one fails, or nobody waits any more, none goes on.
+
+        Args:
+            room: is entered with the width of each later part while that is begun.
+
+        Raises:
+            ApiError: of one that failed.
+        """
+        try:
+            found = await self.results(begun.tickets)
+            for part in begun.later:
+                async with room(part.width):
+                    tickets = part.begin()
+                try:
+                    found += await self.results(tickets)
+                finally:
+                    self.leave(tickets)
+            return found
+        finally:
+            begun.end()
+
     async def answers(self, request: Request, tickets: Sequence[Ticket]) -> list[Result]:
         """Results of all, as long as the client is there.
 
@@ -236,9 +304,11 @@ class Api:
         """
         return await while_there(request.receive, self.results(tickets), self.settings.serve.timeout, lambda: self.leave(tickets))
 
-    def streamed(self, events: AsyncGenerator[bytes, None], tickets: Sequence[Ticket], last: bytes = DONE) -> Streamed:
-        """Events that follow tickets, as long as the client is there."""
-        return Streamed(events, self.settings.serve.timeout, lambda: self.leave(tickets), last)
+    def streamed(
+        self, events: AsyncGenerator[bytes, None], tickets: Sequence[Ticket], failed: Callable[[ApiError], bytes] | None = None
+    ) -> Streamed:
+        """Events that follow tickets, as long as the client is there; ``failed`` as of :class:`Streamed`."""
+        return Streamed(events, self.settings.serve.timeout, lambda: self.leave(tickets), failed)
 
     async def results(self, tickets: Sequence[Ticket]) -> list[Result]:
         """Of all; where one fails, or nobody waits any more, none goes on.

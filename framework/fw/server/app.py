@@ -15,7 +15,7 @@ from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, R
 from starlette.types import ASGIApp
 
 from fw import __version__
-from fw.server import batches, bodies, chat, completions, files, others, response_schemas, responses, schemas, stats
+from fw.server import batches, bodies, chat, completions, files, large, others, response_schemas, responses, schemas, stats
 from fw.server.api import Api, Begun
 from fw.server.errors import ApiError, shown
 from fw.server.guard import Guard
@@ -40,6 +40,7 @@ _WRONG = {
     503: "The model is being loaded, or the server is being shut down.",
 }
 _ERRORS: dict[int | str, dict[str, Any]] = {status: {"model": schemas.ErrorBody, "description": text} for status, text in _WRONG.items()}
+_STATE = {**_ERRORS, 503: {"model": schemas.Condition, "description": "It is not so; the status says how it is."}}
 _EVENT = {"type": "object", "properties": {"event": {"type": "string"}, "data": {"type": "string"}}, "required": ["data"]}
 
 
@@ -57,7 +58,7 @@ def create_app(api: Api, batching: batches.Batches, log: Log, trace: Trace = no_
     async def answer(request: Request, begun: Begun, stream: bool | None) -> Response:
         if stream:
             return api.streamed(begun.events(), begun.tickets)
-        return JSONResponse(begun.whole(await api.answers(request, begun.tickets)))
+        return await large.response(begun.whole, await api.answers(request, begun.tickets))
 
     @app.post("/v1/completions", responses=_events(schemas.CompletionResponse, "completion"), tags=["generation"])
     async def create_completion(request: Request, body: schemas.CompletionRequest) -> Response:
@@ -95,13 +96,13 @@ def create_app(api: Api, batching: batches.Batches, log: Log, trace: Trace = no_
     async def retrieve_model(model: str) -> Response:
         return others.model(api, model)
 
-    @app.get("/health", responses=_ERRORS, response_model=schemas.Condition, tags=["state"])
+    @app.get("/health", responses=_STATE, response_model=schemas.Condition, tags=["state"])
     async def health() -> Response:
         """Whether the process lives, and its engines do."""
         failed = api.engines.condition == "failed"
         return JSONResponse({"status": "failed" if failed else "ok"}, 503 if failed else 200)
 
-    @app.get("/ready", responses=_ERRORS, response_model=schemas.Condition, tags=["state"])
+    @app.get("/ready", responses=_STATE, response_model=schemas.Condition, tags=["state"])
     async def ready() -> Response:
         """Whether requests are taken."""
         condition = api.engines.condition

@@ -6,7 +6,9 @@ import asyncio
 import json
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,7 +16,8 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 
 from fw.config import parse_size
-from fw.server import chat, completions, others
+from fw.inference.results import Result
+from fw.server import chat, completions, large, others
 from fw.server.api import Api, Begun
 from fw.server.bodies import parse
 from fw.server.errors import ApiError, wrong
@@ -29,6 +32,7 @@ _MOST_LINES = 1_000_000
 _MOST_ERRORS = 100
 _OF_THE_SERVER = frozenset({"loading", "draining", "engine_ended"})
 _B = TypeVar("_B", bound=Body)
+_encode = json.JSONEncoder(allow_nan=False).encode
 _ENDPOINTS: Mapping[Endpoint, tuple[type[Body], Callable[..., Awaitable[Begun]]]] = {
     "/v1/chat/completions": (ChatRequest, chat.begin),
     "/v1/completions": (CompletionRequest, completions.begin),
@@ -123,9 +127,9 @@ class Lines:
         current.set(record)
         end = self._trace(record, {})
         try:
-            body = await self._asked(line, endpoint, record)
+            whole, results = await self._asked(line, endpoint, record)
+            told = await large.beside(results, lambda: told_of(line, replace(record, status=200), whole(results)))
             record.status = 200
-            told = told_of(line, record, body)
         except ApiError as error:
             if error.code in _OF_THE_SERVER:
                 raise NotNow from None
@@ -142,14 +146,17 @@ class Lines:
         self._log.request(record)
         return record.status == 200, told
 
-    async def _asked(self, line: BatchLine, endpoint: Endpoint, record: Record) -> dict[str, Any]:
+    async def _asked(
+        self, line: BatchLine, endpoint: Endpoint, record: Record
+    ) -> tuple[Callable[[Sequence[Result]], dict[str, Any]], Sequence[Result]]:
+        """Results, and what makes a body of them."""
         schema, begin = _ENDPOINTS[endpoint]
         body = self._parsed(schema, line.body)
         if getattr(body, "stream", None):
             raise wrong("stream: a line of a batch is answered as a whole", "stream")
         begun = await self._begun(body, begin, record)
         try:
-            return begun.whole(await self._api.results(begun.tickets))
+            return begun.whole, await self._api.all_results(begun, self._place)
         finally:
             self._api.leave(begun.tickets)
             self._freed.set()
@@ -157,18 +164,25 @@ class Lines:
     async def _begun(self, body: Body, begin: Callable[..., Awaitable[Begun]], record: Record) -> Begun:
         engines, width = self._api.engines, _width(self._api, body)
         while True:
-            async with self._gate:  # one after another, so that wide ones come to their turn
-                await self._room(width)
-                self._reserved += width
-            record.begun = time.monotonic()
-            try:
-                return await begin(self._api, body, priority=1)
-            except ApiError as error:  # others may have been quicker
-                if error.code != "queue_full" or width > engines.most + self._api.settings.serve.max_queue:
-                    raise
-            finally:
-                self._reserved -= width
-                self._freed.set()
+            async with self._place(width):
+                record.begun = time.monotonic()
+                try:
+                    return await begin(self._api, body, priority=1)
+                except ApiError as error:  # others may have been quicker
+                    if error.code != "queue_full" or width > engines.most + self._api.settings.serve.max_queue:
+                        raise
+
+    @asynccontextmanager
+    async def _place(self, width: int) -> AsyncIterator[None]:
+        """Room for so many sequences, which is theirs until they have begun."""
+        async with self._gate:  # one after another, so that wide ones come to their turn
+            await self._room(width)
+            self._reserved += width
+        try:
+            yield
+        finally:
+            self._reserved -= width
+            self._freed.set()
 
     async def _room(self, width: int) -> None:
         """Wait until so many sequences can be computed at once, so that they take no place of the queue."""
@@ -205,11 +219,13 @@ def told_of(line: BatchLine, record: Record | None, body: Mapping[str, Any]) -> 
         told["error"] = body
     else:
         told["response"] = {"status_code": record.status, "request_id": record.id, "body": body}
-    return json.dumps(told, allow_nan=False).encode() + b"\n"
+    return large.written(told, _encode) + b"\n"
 
 
 def _width(api: Api, body: Body) -> int:
-    """Sequences that a request is computed as."""
+    """Sequences that a request begins with."""
     if isinstance(body, CompletionRequest):
         return len(api.prompts(body.prompt)) * (body.best_of or body.n or 1)
-    return len(api.prompts(body.input, "input")) if isinstance(body, EmbeddingRequest) else getattr(body, "n", None) or 1
+    if isinstance(body, EmbeddingRequest):
+        return min(len(api.prompts(body.input, "input")), api.engines.most)
+    return getattr(body, "n", None) or 1

@@ -6,14 +6,20 @@ from collections import defaultdict
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from fw.inference.openai import TEXT, Asked, Offsets, choice, echoed, head, text_logprobs, usage
-from fw.inference.results import Delta, Result
+from fw.inference.results import Completion, Delta, Result
+from fw.server import large
 from fw.server.api import Api, Begun
 from fw.server.engine import Ticket
+from fw.server.errors import wrong
 from fw.server.schemas import CompletionRequest
 from fw.server.streaming import DONE, event
+
+_MOST_LOGPROBS = 1 << 20
+"""Of tokens of prompts and of the likeliest in their places: so many take some hundred bytes each until they are written."""
 
 
 async def begin(api: Api, body: CompletionRequest, priority: int = 0) -> Begun:
@@ -30,6 +36,8 @@ async def begin(api: Api, body: CompletionRequest, priority: int = 0) -> Begun:
     prompts = api.prompts(given["prompt"])
     of = replace(api.asked(TEXT, {**given, "prompt": prompts[0]}), adapter=adapter)
     ids = await api.encode(prompts)
+    if of.echo and of.sampling.logprobs is not None:
+        _check_echo(sum(map(len, ids)), of.sampling.logprobs, of.sampling.n)
     tickets = api.submit(ids, of.sampling, adapter, priority)
     each_of = [replace(of, prompt=prompt) for prompt in prompts]
     name = body.model or api.settings.name
@@ -38,6 +46,16 @@ async def begin(api: Api, body: CompletionRequest, priority: int = 0) -> Begun:
         lambda results: _whole(api, each_of, results, tickets[0].key, name),
         lambda: _events(api, each_of, ids, tickets, name, bool(options.get("include_usage"))),
     )
+
+
+def _check_echo(tokens: int, logprobs: int, answers: int) -> None:
+    if tokens * (logprobs + 1) * answers > _MOST_LOGPROBS:
+        each = f"{logprobs + 1} log-probabilities in each of {answers} answers" if answers > 1 else f"{logprobs + 1} log-probabilities"
+        raise wrong(
+            f"logprobs: {tokens} tokens of prompts that are echoed, with {each}, are more than the {_MOST_LOGPROBS:,} that one request"
+            " may ask for; ask for fewer, or of fewer prompts at once",
+            "logprobs",
+        )
 
 
 def _whole(api: Api, each_of: Sequence[Asked], results: Sequence[Result], key: str, name: str) -> dict[str, Any]:
@@ -59,11 +77,17 @@ async def _events(
     # Which answers are given, and what is known of the prompt, is known in the end.
     late = first.sampling.drawn > n or (first.echo and wants)
     begun: set[int] = set()
-    offsets: defaultdict[int, Offsets] = defaultdict(lambda: Offsets(api.tokenizer))
+    offsets: defaultdict[int, Offsets] = defaultdict(lambda: Offsets(api.tokenizer, first.sampling.skip_special_tokens))
     results: list[Result] = []
 
     def one(index: int, text: str, logprobs: Any, reason: str | None) -> bytes:
         return event({**begin, "choices": [{"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}]})
+
+    def whole(index: int, of: Asked, result: Result, completion: Completion) -> bytes:
+        """An answer in one piece."""
+        made = choice(api, of, result, completion)
+        piece = {"index": index, "text": made["text"], "logprobs": made["logprobs"], "finish_reason": made["finish_reason"]}
+        return b"data: " + large.written({**begin, "choices": [piece]}) + b"\n\n"
 
     if with_usage:
         begin["usage"] = None  # of each piece but the last
@@ -73,8 +97,7 @@ async def _events(
             if isinstance(each, Result):
                 results.append(each)
                 for at, completion in enumerate(each.completions if late else ()):
-                    whole = choice(api, of, each, completion)
-                    yield one(number * n + at, whole["text"], whole["logprobs"], whole["finish_reason"])
+                    yield await large.beside([each], partial(whole, number * n + at, of, each, completion))
             elif not late:
                 index = number * n + each.index
                 if index not in begun and of.echo:
@@ -89,4 +112,4 @@ async def _events(
 
 
 def _logprobs(api: Api, delta: Delta, at: Offsets) -> dict[str, Any] | None:
-    return None if delta.token is None else text_logprobs(api, [(delta.token, delta.logprob, delta.top)], at)
+    return None if delta.token is None else text_logprobs(api, [(delta.token, delta.logprob, delta.top)], [at.next(delta.token)])

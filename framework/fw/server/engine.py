@@ -19,7 +19,7 @@ from fw.inference.results import Delta, Result
 from fw.launching.child import Child
 from fw.server.errors import ApiError, wrong
 from fw.server.logs import current, note
-from fw.server.messages import Abort, Add, Begin, Done, DropAdapter, LoadAdapter, Loaded, State, Stepped
+from fw.server.messages import Abort, Add, Begin, Done, DropAdapter, Hold, LoadAdapter, Loaded, Release, State, Stepped
 
 Told = Delta | Result | ApiError
 """What becomes of a request: what each step adds, and in the end its result, or why there is none."""
@@ -92,6 +92,10 @@ class EngineProcess:
         self._sequences[ticket.priority] -= ticket.sequences
         self._unsent.put(Abort(ticket.key))
         return True
+
+    def tell(self, message: Hold | Release) -> None:
+        """What nobody answers."""
+        self._unsent.put(message)
 
     async def change(self, message: LoadAdapter | DropAdapter) -> Done:
         """Load or drop an adapter."""

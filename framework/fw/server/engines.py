@@ -13,7 +13,7 @@ from fw.inference.options import Sampling
 from fw.inference.results import Pooling
 from fw.server.engine import EngineProcess, Ticket
 from fw.server.errors import ApiError, not_found, wrong
-from fw.server.messages import Add, DropAdapter, LoadAdapter, Loaded, State
+from fw.server.messages import Add, DropAdapter, Hold, LoadAdapter, Loaded, Release, State
 from fw.server.settings import Settings
 from fw.server.starting import Starting
 from fw.tokenizer import Tokenizer, load_tokenizer
@@ -49,6 +49,7 @@ class Engines:
         self.adapters: list[str] = []
         self.starting = starting
         self._engines: list[EngineProcess] = []
+        self._held: set[str] = set()
         self._one_at_a_time = asyncio.Lock()
 
     def start(self) -> None:
@@ -142,6 +143,20 @@ class Engines:
         self.check_open()
         if adapter is not None and adapter not in self.adapters:  # it was there when its prompts came
             raise not_found(f"The model '{adapter}' does not exist any more", "model", "model_not_found")
+        self.check(prompts, sampling, pooling)
+        more = sampling.drawn * len(prompts)
+        room = self.most + self._settings.serve.max_queue - sum(engine.ahead(priority) for engine in self._engines)
+        if more > room:
+            self.rejected += 1
+            raise ApiError(429, "the queue is full; try again later", "queue_full", retry_after=_RETRY_S)
+        return self._begin(prompts, sampling, adapter, priority, pooling)
+
+    def check(self, prompts: Sequence[Sequence[int]], sampling: Sampling, pooling: Pooling | None = None) -> None:
+        """Whether they are ever to be computed.
+
+        Raises:
+            ApiError: one is not.
+        """
         bound, context = self._settings.serve.max_prompt_tokens, self.facts.context
         for prompt in prompts:
             if bound is not None and len(prompt) > bound:
@@ -151,16 +166,58 @@ class Engines:
                     f"the prompt has {len(prompt)} tokens, and prompt and answer together at most {context}", code="context_length_exceeded"
                 )
         _check_wishes(sampling, self.facts.max_sequences)
-        more = sampling.drawn * len(prompts)
-        room = self.most + self._settings.serve.max_queue - sum(engine.ahead(priority) for engine in self._engines)
-        if more > room:
-            self.rejected += 1
-            raise ApiError(429, "the queue is full; try again later", "queue_full", retry_after=_RETRY_S)
+
+    def go_on(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        adapter: str | None = None,
+        priority: int = 0,
+        pooling: Pooling | None = None,
+        held: str | None = None,
+    ) -> list[Ticket]:
+        """More of a request that was taken, in the place of what has ended of it: however many wait by now, and even while no others are
+        taken.
+
+        Args:
+            held: of :meth:`hold`.
+
+        Raises:
+            ApiError: there is no engine any more.
+        """
+        if self.condition == "failed":
+            self.check_open()
+        return self._begin(prompts, sampling, adapter, priority, pooling, held)
+
+    def hold(self, adapter: str) -> str:
+        """Keeps an adapter that is there now for what comes later of a request, until :meth:`release`."""
+        key = uuid.uuid4().hex
+        self._held.add(key)
+        for engine in self._engines:
+            engine.tell(Hold(key, adapter))
+        return key
+
+    def release(self, held: str) -> None:
+        """Nothing more comes, if it has not been said before."""
+        if held in self._held:
+            self._held.remove(held)
+            for engine in self._engines:
+                engine.tell(Release(held))
+
+    def _begin(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        adapter: str | None,
+        priority: int,
+        pooling: Pooling | None,
+        held: str | None = None,
+    ) -> list[Ticket]:
         tickets = []
         for prompt in prompts:
             engine = min(self._engines, key=lambda each: (each.ahead(priority), each.sequences))
             ticket = Ticket(engine, uuid.uuid4().hex, sampling.drawn, priority)
-            engine.begin(ticket, Add(ticket.key, prompt, sampling, priority, adapter, pooling))
+            engine.begin(ticket, Add(ticket.key, prompt, sampling, priority, adapter, pooling, held))
             tickets.append(ticket)
         return tickets
 

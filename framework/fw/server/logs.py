@@ -8,6 +8,7 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator
+from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
@@ -59,11 +60,13 @@ class Log:
         self._out, self.words = out, words
 
     def line(self, event: str, **content: Any) -> None:
-        """One."""
+        """One; it is lost where it cannot be written: a full disk or a reader that has gone ends no request, and no server."""
         if self._out is not None:
             now = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
-            self._out.write(json.dumps({"time": now, "event": event, **content}, default=str) + "\n")
-            self._out.flush()
+            text = json.dumps({"time": now, "event": event, **content}, default=str)
+            with suppress(OSError, ValueError):  # the latter of a file that is closed
+                self._out.write(text + "\n")
+                self._out.flush()
 
     def request(self, record: Record) -> None:
         """One that has ended."""

@@ -29,7 +29,11 @@ class Begin:
 
 @dataclass(frozen=True)
 class Add:
-    """A request, as :meth:`fw.inference.engine.Engine.add` takes it."""
+    """A request, as :meth:`fw.inference.engine.Engine.add` takes it.
+
+    Attributes:
+        held: key of a :class:`Hold`, whose adapter it has; None for the adapter that is loaded now.
+    """
 
     key: str
     prompt: Sequence[int]
@@ -37,6 +41,7 @@ class Add:
     priority: int = 0
     adapter: str | None = None
     pooling: Pooling | None = None
+    held: str | None = None
 
 
 @dataclass(frozen=True)
@@ -61,6 +66,21 @@ class DropAdapter:
 
     key: str
     name: str
+
+
+@dataclass(frozen=True)
+class Hold:
+    """An adapter by its name, for requests that come later: they have it even if it is dropped before."""
+
+    key: str
+    adapter: str
+
+
+@dataclass(frozen=True)
+class Release:
+    """Of what is held by this key: no more requests come for it."""
+
+    key: str
 
 
 @dataclass(frozen=True)

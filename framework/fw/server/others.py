@@ -15,7 +15,9 @@ from starlette.responses import JSONResponse, Response
 from fw.errors import UserError
 from fw.inference.options import Sampling
 from fw.inference.results import Result
-from fw.server.api import Api, Begun
+from fw.locate import ADAPTER_CONFIG, confined, inside
+from fw.server import large
+from fw.server.api import Api, Begun, Part
 from fw.server.chat import conversation
 from fw.server.engine import Ticket
 from fw.server.errors import ApiError, not_found, wrong
@@ -30,35 +32,47 @@ from fw.server.schemas import (
 from fw.server.tokens import check_length, decode, encode_all
 from fw.server.watching import while_there
 
+_NO_ANSWER = Sampling(max_tokens=0, logprobs=None)
+
 
 async def embeddings(api: Api, request: Request, body: EmbeddingRequest) -> Response:
     """``POST /v1/embeddings``: hidden states of each text as one; their mean, of length 1, unless something else is asked for."""
-    adapter, ids = await _texts(api, body)
-    most = api.engines.most
+    begun = await begin_embeddings(api, body)
 
-    async def results() -> list[Result]:
-        """No more at once than are computed at once: many texts leave the queue to others."""
-        found: list[Result] = []
-        for first in range(0, len(ids), most):
-            tickets = _submit(api, body, adapter, ids[first : first + most], priority=0)
-            try:
-                found += await api.results(tickets)
-            finally:
-                api.leave(tickets)
-        note(prompt_tokens=sum(map(len, ids)))
-        return found
+    def end() -> None:
+        api.leave(begun.tickets)
+        begun.end()
 
-    return JSONResponse(_embedded(api, body, await while_there(request.receive, results(), api.settings.serve.timeout)))
+    results = await while_there(request.receive, api.all_results(begun), api.settings.serve.timeout, end)
+    return await large.response(begun.whole, results)
 
 
 async def begin_embeddings(api: Api, body: EmbeddingRequest, priority: int = 0) -> Begun:
-    """Give it to an engine.
+    """Give it to an engine. No more texts at once than are computed at once: many leave the queue to others.
 
     Raises:
         ApiError: it cannot be answered.
     """
     adapter, ids = await _texts(api, body)
-    return Begun(_submit(api, body, adapter, ids, priority), lambda results: _embedded(api, body, results), _never)
+    pooling, most = body.pooling or "mean", api.engines.most
+    api.engines.check(ids, _NO_ANSWER, pooling)
+    parts = [ids[first : first + most] for first in range(0, len(ids), most)]
+    tickets = api.submit(parts[0], _NO_ANSWER, adapter, priority, pooling)
+    note(prompt_tokens=sum(map(len, ids)))
+    held = api.engines.hold(adapter) if adapter is not None and parts[1:] else None
+
+    def part(texts: list[list[int]]) -> Part:
+        def begin() -> list[Ticket]:
+            _check_dimensions(api, body)
+            return api.engines.go_on(texts, _NO_ANSWER, adapter, priority, pooling, held)
+
+        return Part(len(texts), begin)
+
+    def end() -> None:
+        if held is not None:
+            api.engines.release(held)
+
+    return Begun(tickets, lambda results: _embedded(api, body, results), _never, later=[part(texts) for texts in parts[1:]], end=end)
 
 
 async def _texts(api: Api, body: EmbeddingRequest) -> tuple[str | None, list[list[int]]]:
@@ -66,11 +80,14 @@ async def _texts(api: Api, body: EmbeddingRequest) -> tuple[str | None, list[lis
     adapter = api.adapter(body.model)
     if not api.engines.facts.shows_hidden_states:
         raise wrong("hidden states of this model are not to be had, so it gives no embeddings", "model")
+    _check_dimensions(api, body)
     return adapter, await api.encode(api.prompts(body.input, "input"), "input")
 
 
-def _submit(api: Api, body: EmbeddingRequest, adapter: str | None, ids: Sequence[Sequence[int]], priority: int) -> list[Ticket]:
-    return api.submit(ids, Sampling(max_tokens=0, logprobs=None), adapter, priority, body.pooling or "mean")
+def _check_dimensions(api: Api, body: EmbeddingRequest) -> None:
+    """As soon as it is known how many there are."""
+    if body.dimensions is not None and api.hidden_size is not None and body.dimensions > api.hidden_size:
+        raise wrong(f"dimensions: {body.dimensions} are more than the model has, {api.hidden_size}", "dimensions")
 
 
 def _never() -> AsyncGenerator[bytes, None]:
@@ -78,13 +95,10 @@ def _never() -> AsyncGenerator[bytes, None]:
 
 
 def _embedded(api: Api, body: EmbeddingRequest, results: Sequence[Result]) -> dict[str, Any]:
+    _check_dimensions(api, body)
     found = []
     for index, result in enumerate(results):
-        values = list(result.embedding)
-        if body.dimensions is not None:
-            if body.dimensions > len(values):
-                raise wrong(f"dimensions: {body.dimensions} are more than the model has, {len(values)}", "dimensions")
-            values = values[: body.dimensions]
+        values = list(result.embedding[: body.dimensions])
         if body.normalize is not False:
             length = math.sqrt(sum(value * value for value in values)) or 1.0
             values = [value / length for value in values]
@@ -130,10 +144,13 @@ async def load_adapter(api: Api, body: LoadAdapterRequest) -> Response:
     root = Path(allowed).expanduser().resolve()
     try:
         directory = (root / body.lora_path).resolve()
-        inside = directory.is_relative_to(root) and directory != root and directory.is_dir()
+        there = directory.is_relative_to(root) and directory != root and directory.is_dir()
+        if there and (found := inside(directory, ADAPTER_CONFIG)) is not None:
+            directory = found.resolve()
+            there = confined(directory, root)
     except (OSError, ValueError, RuntimeError):  # a name too long, with a zero byte, links in a circle
-        inside = False
-    if not inside:
+        there = False
+    if not there:
         raise not_found(f"there is no adapter '{body.lora_path}' in the directory that this server loads adapters from", "lora_path")
     await api.engines.load_adapter(body.lora_name, str(directory))
     return JSONResponse({"status": "loaded"})

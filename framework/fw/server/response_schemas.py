@@ -28,6 +28,7 @@ from fw.server.schemas import (
     Stop,
     TokenId,
 )
+from fw.server.tool_calls import MOST_TOOLS
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 _Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
@@ -167,7 +168,7 @@ class ResponseRequest(Body):
     stream: bool | None = None
     stream_options: Annotated[ResponseStreamOptions | None, OfAStream] = None
     text: TextOptions | None = None
-    tools: Several[FunctionTool] | None = None
+    tools: Annotated[list[FunctionTool], Field(fail_fast=True, max_length=MOST_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedFunctionTool | None = None
     parallel_tool_calls: bool | None = None
     include: Several[Literal["message.output_text.logprobs"]] | None = None

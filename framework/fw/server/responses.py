@@ -9,8 +9,10 @@ import json
 import re
 import time
 import uuid
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass
 from typing import Any
 
 from fastapi import FastAPI
@@ -116,7 +118,7 @@ class Answer:
     def fail(self, error: ApiError) -> list[bytes]:
         """Nothing more is to be had."""
         events = self._close("incomplete")
-        told = {"code": "server_error" if error.status >= 500 else "invalid_prompt", "message": str(error)}
+        told = {"code": "invalid_prompt" if error.status == 400 else "server_error", "message": str(error)}
         self.body = self._state("failed", error=told)
         return [*events, self._tell("response.failed", response=self.body)]
 
@@ -162,7 +164,18 @@ def _part(text: str, logprobs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(logprobs)}
 
 
-async def begin(api: Api, body: ResponseRequest, priority: int = 0) -> Begun:
+@dataclass(frozen=True)
+class BegunResponse(Begun):
+    """A request that engines have, one of whose answers it is.
+
+    Attributes:
+        failed: what ends ``events`` where an error comes from elsewhere.
+    """
+
+    failed: Callable[[ApiError], bytes]
+
+
+async def begin(api: Api, body: ResponseRequest, priority: int = 0) -> BegunResponse:
     """Give it to an engine.
 
     Raises:
@@ -175,11 +188,9 @@ async def begin(api: Api, body: ResponseRequest, priority: int = 0) -> Begun:
         raise _in_its_words(error) from None
     sampling = asked.of.sampling
     head |= {"model": asked.name, "temperature": sampling.temperature, "top_p": sampling.top_p if body.top_p is None else body.top_p}
-    return Begun(
-        [asked.ticket],
-        lambda results: _whole(api, asked, Answer(head), results[0]),
-        lambda: _events(api, asked, Answer(head)),
-    )
+    answer = Answer(head)
+    stream = Stream(api, asked, answer)
+    return BegunResponse([asked.ticket], lambda results: _whole(api, asked, answer, results[0]), stream.events, stream.failed)
 
 
 def register(app: FastAPI, api: Api, told: dict[int | str, dict[str, Any]]) -> None:
@@ -193,7 +204,7 @@ def register(app: FastAPI, api: Api, told: dict[int | str, dict[str, Any]]) -> N
     async def create_response(request: Request, body: ResponseRequest) -> Response:
         begun = await begin(api, body)
         if body.stream:
-            return api.streamed(begun.events(), begun.tickets, last=b"")
+            return api.streamed(begun.events(), begun.tickets, begun.failed)
         return JSONResponse(begun.whole(await api.answers(request, begun.tickets)))
 
 
@@ -294,28 +305,51 @@ def _whole(api: Api, asked: chat.Chat, answer: Answer, result: Result) -> dict[s
     return answer.body
 
 
-async def _events(api: Api, asked: chat.Chat, answer: Answer) -> AsyncGenerator[bytes, None]:
-    reader = None if asked.tools is None else asked.tools.reader()
-    wants = asked.of.sampling.logprobs is not None
-    begun = False
-    try:
-        async with aclosing(api.follow(asked.ticket)) as told:
-            async for each in told:
-                events = [] if begun else answer.begin()
-                begun = True
-                if isinstance(each, Delta):
-                    pieces = [Content(each.text)] if reader is None else reader.push(each.text, each.finish_reason is not None)
-                    logprobs = chat_logprobs(api, [chat.told_of(each)]) if wants and each.token is not None else ()
-                    events += _tell(answer, pieces, logprobs)
-                else:
-                    events += answer.finish(each.completions[0].finish_reason == "stop", _usage(each))
-                for one in events:
-                    yield one
-    except ApiError as error:
-        if not begun:  # the status says it
-            raise
-        for one in answer.fail(error):
-            yield one
+class Stream:
+    """An answer's events as they come, none of which is left out, however they end."""
+
+    def __init__(self, api: Api, asked: chat.Chat, answer: Answer) -> None:
+        self._api, self._asked, self._answer = api, asked, answer
+        self._unsent: deque[bytes] = deque()
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """One by one; whoever asks for the next has sent the last.
+
+        Raises:
+            ApiError: there is no answer, of which nothing has been told yet.
+        """
+        api, asked, answer = self._api, self._asked, self._answer
+        reader = None if asked.tools is None else asked.tools.reader()
+        wants = asked.of.sampling.logprobs is not None
+        begun = False
+        try:
+            async with aclosing(api.follow(asked.ticket)) as told:
+                async for each in told:
+                    if not begun:
+                        self._unsent += answer.begin()
+                        begun = True
+                    if isinstance(each, Delta):
+                        pieces = [Content(each.text)] if reader is None else reader.push(each.text, each.finish_reason is not None)
+                        logprobs = chat_logprobs(api, [chat.told_of(each)]) if wants and each.token is not None else ()
+                        self._unsent += _tell(answer, pieces, logprobs)
+                    else:
+                        self._unsent += answer.finish(each.completions[0].finish_reason == "stop", _usage(each))
+                    while self._unsent:
+                        yield self._unsent[0]
+                        self._unsent.popleft()
+        except ApiError as error:
+            if not begun:  # the status says it
+                raise
+            self._unsent += answer.fail(error)
+        while self._unsent:
+            yield self._unsent[0]
+            self._unsent.popleft()
+
+    def failed(self, error: ApiError) -> bytes:
+        """What is still to be sent where an error has stopped the sending: the answer has failed, unless it had ended."""
+        if self._answer.body["status"] == "in_progress":
+            self._unsent += self._answer.fail(error)
+        return b"".join(self._unsent)
 
 
 def _tell(answer: Answer, pieces: Sequence[Piece], logprobs: Sequence[dict[str, Any]]) -> list[bytes]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import sys
+from contextlib import suppress
 from importlib.util import find_spec
 from types import FrameType
 
@@ -92,4 +93,5 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def _say(text: str) -> None:
-    print(text, flush=True)
+    with suppress(OSError, ValueError):  # as of the log: nobody may read it any more
+        print(text, flush=True)

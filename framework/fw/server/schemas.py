@@ -10,6 +10,8 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo
 from pydantic_core import PydanticCustomError
 
+from fw.server.tool_calls import MOST_TOOLS
+
 _T = TypeVar("_T")
 Several = Annotated[list[_T], Field(fail_fast=True)]
 """A list, of whose wrong items one is told: one error for each could be thousands of times as large as a body."""
@@ -142,6 +144,9 @@ class Tool(Body):
     function: Function
 
 
+Tools = Annotated[list[Tool], Field(fail_fast=True, max_length=MOST_TOOLS)]
+
+
 class NamedFunction(Body):
     name: str
 
@@ -173,7 +178,7 @@ class ChatRequest(Choosing):
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    tools: Several[Tool] | None = None
+    tools: Tools | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     modalities: Several[Literal["text"]] | None = None
@@ -265,7 +270,7 @@ class TokenizeRequest(Body):
     messages: Some[Message] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
-    tools: Several[Tool] | None = None
+    tools: Tools | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 

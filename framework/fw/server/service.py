@@ -8,7 +8,8 @@ import time
 from collections.abc import Callable
 from typing import TextIO
 
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from fw.config import format_size
 from fw.errors import FwError, RunError, UserError
@@ -16,12 +17,15 @@ from fw.server.api import Api
 from fw.server.app import create_app
 from fw.server.batches import Batches
 from fw.server.engines import Engines
+from fw.server.errors import ApiError
 from fw.server.logs import Log
 from fw.server.settings import Settings
 from fw.server.starting import Starting
 from fw.server.traces import Traces, no_traces
 
 _POLL_S = 0.05
+_STATE = frozenset({"/", "/health", "/ready", "/version", "/metrics", "/stats"})
+"""What only looks at the server, whose end waits for nobody who does."""
 
 
 class Service:
@@ -50,12 +54,13 @@ class Service:
         trace = self._traces.begin if self._traces is not None else no_traces
         self._batches = Batches(self.api, self.log, trace)
         self._app: ASGIApp = create_app(self.api, self._batches, self.log, trace)
+        self._open: set[object] = set()
         self._draining: asyncio.Task[None] | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """As ASGI has it."""
         if scope["type"] != "lifespan":
-            await self._app(scope, receive, send)
+            await self._answer(scope, receive, send)
             return
         await receive()
         self.engines.start()
@@ -66,6 +71,28 @@ class Service:
         if self._traces is not None:
             await asyncio.to_thread(self._traces.close)
         await send({"type": "lifespan.shutdown.complete"})
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """A request, which is known to be open until it has ended."""
+        begun = False
+
+        async def say(message: Message) -> None:
+            nonlocal begun
+            begun = True
+            await send(message)
+
+        one = object()
+        if scope["path"] not in _STATE:
+            self._open.add(one)
+        try:
+            await self._app(scope, receive, say)
+        except asyncio.CancelledError:  # uvicorn's, which ends and would say so in words of its own
+            if begun or scope["type"] != "http":
+                raise
+            error = ApiError(503, "the server is being shut down, and the request has not been answered", "draining")
+            await JSONResponse(error.body(), error.status)(scope, receive, send)
+        finally:
+            self._open.discard(one)
 
     def _ready(self) -> None:
         facts, engines = self.engines.facts, self.engines
@@ -94,17 +121,18 @@ class Service:
         """Take no more requests, and stop when those that there are have ended, or time is over. A second time: at once."""
         if self._draining is None:
             self.engines.drain()
-            self.log.line("draining", sequences=self.engines.sequences)
-            self._draining = asyncio.ensure_future(self._drained())
+            self.log.line("draining", sequences=self.engines.sequences, requests=len(self._open))
+            self._draining = asyncio.ensure_future(self._drained(frozenset(self._open)))
         else:
             self.engines.give_up()
             self._stop()
 
-    async def _drained(self) -> None:
+    async def _drained(self, requests: frozenset[object]) -> None:
+        """Those that come later are refused, and do not lengthen it."""
         end = time.monotonic() + self.settings.serve.drain
-        while self.engines.sequences and time.monotonic() < end:
+        while (self.engines.sequences or requests & self._open) and time.monotonic() < end:
             await asyncio.sleep(_POLL_S)
-        if left := self.engines.sequences:
-            self.log.line("not waited for", sequences=left)
+        if self.engines.sequences or requests & self._open:
+            self.log.line("not waited for", sequences=self.engines.sequences, requests=len(requests & self._open))
             self.engines.give_up()
         self._stop()

@@ -66,7 +66,10 @@ def _threads(replicas: int) -> int | None:
 
 def _visible(number: int, replicas: int) -> dict[str, str] | None:
     """Of several replicas each has its part of the GPUs."""
-    if replicas == 1 or not (visible := os.environ.get("CUDA_VISIBLE_DEVICES") or _gpus()):
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:  # an empty one says that none is wanted
+        visible = _gpus()
+    if replicas == 1 or not visible:
         return None
     devices = visible.split(",")
     each = max(1, len(devices) // replicas)

@@ -32,15 +32,22 @@ class Streamed(Response):
     Args:
         seconds: that it may take.
         end: is called in the end, whether an event was asked for or not.
-        last: what follows an error.
+        failed: what is sent of an error, with whatever follows it; None for an event of its body and the last of all.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes, None], seconds: float, end: Callable[[], None], last: bytes = DONE) -> None:
+    def __init__(
+        self,
+        events: AsyncGenerator[bytes, None],
+        seconds: float,
+        end: Callable[[], None],
+        failed: Callable[[ApiError], bytes] | None = None,
+    ) -> None:
         super().__init__(headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
-        self._events, self._seconds, self._end, self._last = events, seconds, end, last
+        self._events, self._seconds, self._end = events, seconds, end
+        self._failed = failed or (lambda error: event(error.body()) + DONE)
         self._begun = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -54,8 +61,8 @@ class Streamed(Response):
             if not self._begun:
                 raise
             with suppress(asyncio.TimeoutError):  # who does not read is not waited for
-                body = event(error.body()) + self._last
-                await asyncio.wait_for(send({"type": "http.response.body", "body": body, "more_body": False}), _PATIENCE_S)
+                message = {"type": "http.response.body", "body": self._failed(error), "more_body": False}
+                await asyncio.wait_for(send(message), _PATIENCE_S)
         finally:
             await self._events.aclose()
 

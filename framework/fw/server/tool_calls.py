@@ -8,7 +8,7 @@ Tools are as OpenAI has them, ``[{"type": "function", "function": {"name", "desc
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,8 @@ from fw.errors import UserError, did_you_mean
 from fw.server.tool_formats import FORMATS, Format, Found, named_call
 from fw.server.tool_text import JSON, Malformed, Reading, Text, parsed
 
+MOST_TOOLS = 128
+"""Of a request, as OpenAI has it."""
 Tool = Mapping[str, Any]
 
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
@@ -261,7 +263,9 @@ def check_tools(tools: Any, tool_choice: Any = None) -> None:
     """
     if tools is not None and not isinstance(tools, list):
         raise UserError(f"tools: it is a {type(tools).__name__}; give a list of tools")
-    names: list[str] = []
+    if tools is not None and len(tools) > MOST_TOOLS:
+        raise UserError(f"tools: {len(tools)} are more than the {MOST_TOOLS} that a request may have; give fewer")
+    names: dict[str, int] = {}
     for i, tool in enumerate(tools or []):
         function = tool.get("function") if isinstance(tool, dict) else None
         if not isinstance(tool, dict) or tool.get("type") != "function" or not isinstance(function, dict):
@@ -270,8 +274,8 @@ def check_tools(tools: Any, tool_choice: Any = None) -> None:
         if not isinstance(name, str) or not _NAME.fullmatch(name):
             raise UserError(f"tools[{i}].function.name: {name!r} is no name; give 1 to 64 letters, digits, '_' and '-'")
         if name in names:
-            raise UserError(f"tools[{i}].function.name: '{name}' is the name of tools[{names.index(name)}] too; rename one of them")
-        names.append(name)
+            raise UserError(f"tools[{i}].function.name: '{name}' is the name of tools[{names[name]}] too; rename one of them")
+        names[name] = i
         _check_parameters(function.get("parameters"), f"tools[{i}].function.parameters")
     _check_choice(tool_choice, names)
 
@@ -294,7 +298,7 @@ def _check_parameters(parameters: Any, place: str) -> None:
         raise UserError(f"{place}: it is nested more than {_DEPTH} levels deep; give a flatter schema")
 
 
-def _check_choice(choice: Any, names: Sequence[str]) -> None:
+def _check_choice(choice: Any, names: Collection[str]) -> None:
     if choice is None or choice == "none":
         return
     if choice not in ("auto", "required"):
@@ -306,6 +310,7 @@ def _check_choice(choice: Any, names: Sequence[str]) -> None:
                 ' name one as {"type": "function", "function": {"name": …}}'
             )
         if names and name not in names:
-            raise UserError(f"tool_choice: there is no function '{name}' in tools{did_you_mean(name, names)}; name one that is there")
+            near = did_you_mean(name, names) if _NAME.fullmatch(name) else ""  # what is no name may be of any length
+            raise UserError(f"tool_choice: there is no function '{name}' in tools{near}; name one that is there")
     if not names:
         raise UserError("tool_choice: there are no tools to choose from; give tools, or leave it out")

@@ -13,9 +13,10 @@ from fw.errors import UserError, describe
 from fw.inference.results import Delta, Result
 from fw.launching.child import ended, joined
 from fw.server.logs import trace
-from fw.server.messages import Abort, Add, Begin, Done, DropAdapter, LoadAdapter, Loaded, State, Stepped
+from fw.server.messages import Abort, Add, Begin, Done, DropAdapter, Hold, LoadAdapter, Loaded, Release, State, Stepped
 
 if TYPE_CHECKING:
+    from fw.inference.adapters import Adapter
     from fw.inference.structure import Form
 
 _LOOK_S = 1.0
@@ -67,6 +68,7 @@ class Served:
         if self.llm.device.type == "cuda":
             self._engine.warm_up(sizes_on_gpu(recipe.inference.max_sequences))
         self.forming = Forming(self._engine.structure)
+        self._kept: dict[str, Adapter] = {}
         self._refused: dict[str, str] = {}
         self._failed: dict[str, str] = {}
         self._whole = True
@@ -104,13 +106,15 @@ class Served:
     def take(self, message: Any, connection: Connection[Any, Any]) -> None:
         """What the server says."""
         if isinstance(message, Add):
-            if message.sampling.form is not None:
-                self.forming.ask(message)
-            else:
-                self._add(message)
+            self._ask(message)
         elif isinstance(message, Abort):
             self.forming.leave(message.key)
             self._engine.abort(message.key)
+        elif isinstance(message, Hold):
+            if message.adapter in self._engine.adapters.names:  # else whoever comes for it hears so
+                self._kept[message.key] = self._engine.adapters.find(message.adapter)
+        elif isinstance(message, Release):
+            self._kept.pop(message.key, None)
         else:
             assert isinstance(message, LoadAdapter | DropAdapter)
             failed: str | None = None
@@ -127,13 +131,28 @@ class Served:
     def take_form(self) -> None:
         """One that is made."""
         if (made := self.forming.made()) is not None:
-            self._add(*made)
+            (add, adapter), form = made
+            self._add(add, adapter, form)
 
-    def _add(self, add: Add, form: Form | Exception | None = None) -> None:
+    def _ask(self, add: Add) -> None:
+        """Its adapter is the one of now, however long its form takes."""
+        adapter = None if add.held is None else self._kept.get(add.held)
+        try:
+            if adapter is None and add.adapter is not None:
+                adapter = self._engine.adapters.find(add.adapter)
+        except UserError as error:
+            self._refused[add.key] = str(error)
+            return
+        if add.sampling.form is not None:
+            self.forming.ask(add, adapter)
+        else:
+            self._add(add, adapter)
+
+    def _add(self, add: Add, adapter: Adapter | None, form: Form | Exception | None = None) -> None:
         try:
             if isinstance(form, Exception):
                 raise form
-            self._engine.add(add.key, add.prompt, add.sampling, add.priority, add.adapter, add.pooling, form)
+            self._engine.add(add.key, add.prompt, add.sampling, add.priority, adapter, add.pooling, form)
         except UserError as error:
             self._refused[add.key] = str(error)
         except Exception as error:
