@@ -25,6 +25,8 @@ ONE_IN = {
     "inference/test_offload.py::test_the_same_answers": 3,
     "inference/test_parity.py::test_greedy_tokens_and_their_logprobs": 3,
     "inference/test_ranks.py::test_every_architecture": 3,
+    "inference/test_scheduler.py::test_ten_thousand_requests": 2,
+    "inference/test_steady.py::test_every_architecture": 3,
     "kernels/test_attention.py::test_a_token_of_each_sequence": 5,
     "kernels/test_attention.py::test_blocks_whose_rows_lie_together": 5,
     "kernels/test_attention.py::test_pieces_of_a_sequence": 5,
