@@ -53,6 +53,7 @@ def test_an_architecture_that_no_plugin_reads(directory, tmp_path):
         (["both.yaml", "--adapter", "poems"], "serve.adapters: poems: give NAME=DIR"),
         (["both.yaml", "--host", "0.0.0.0"], "serve.host: 0.0.0.0 can be reached by others, and there are no API keys"),
         (["both.yaml", "--api-keys", "nokeys"], "serve.api_keys: nokeys cannot be read"),
+        (["both.yaml", "--adapters-dir", "none"], "serve.adapters_dir: there is no directory none; make it"),
         (["both.yaml", "--host", "203.0.113.1", "--insecure"], "cannot listen at 203.0.113.1:8000"),
     ],
     ids=str,

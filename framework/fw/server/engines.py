@@ -149,7 +149,7 @@ class Engines:
         if more > room:
             self.rejected += 1
             raise ApiError(429, "the queue is full; try again later", "queue_full", retry_after=_RETRY_S)
-        return self._begin(prompts, sampling, adapter, priority, pooling)
+        return self.go_on(prompts, sampling, adapter, priority, pooling)
 
     def check(self, prompts: Sequence[Sequence[int]], sampling: Sampling, pooling: Pooling | None = None) -> None:
         """Whether they are ever to be computed.
@@ -187,7 +187,13 @@ class Engines:
         """
         if self.condition == "failed":
             self.check_open()
-        return self._begin(prompts, sampling, adapter, priority, pooling, held)
+        tickets = []
+        for prompt in prompts:
+            engine = min(self._engines, key=lambda each: (each.ahead(priority), each.sequences))
+            ticket = Ticket(engine, uuid.uuid4().hex, sampling.drawn, priority)
+            engine.begin(ticket, Add(ticket.key, prompt, sampling, priority, adapter, pooling, held))
+            tickets.append(ticket)
+        return tickets
 
     def hold(self, adapter: str) -> str:
         """Keeps an adapter that is there now for what comes later of a request, until :meth:`release`."""
@@ -203,23 +209,6 @@ class Engines:
             self._held.remove(held)
             for engine in self._engines:
                 engine.tell(Release(held))
-
-    def _begin(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: Sampling,
-        adapter: str | None,
-        priority: int,
-        pooling: Pooling | None,
-        held: str | None = None,
-    ) -> list[Ticket]:
-        tickets = []
-        for prompt in prompts:
-            engine = min(self._engines, key=lambda each: (each.ahead(priority), each.sequences))
-            ticket = Ticket(engine, uuid.uuid4().hex, sampling.drawn, priority)
-            engine.begin(ticket, Add(ticket.key, prompt, sampling, priority, adapter, pooling, held))
-            tickets.append(ticket)
-        return tickets
 
     async def load_adapter(self, name: str, directory: str) -> None:
         """On all, or on none. Until all have it, no request may ask for it.

@@ -7,6 +7,7 @@ import socket
 import sys
 from contextlib import suppress
 from importlib.util import find_spec
+from pathlib import Path
 from types import FrameType
 
 from fw.errors import EXIT_OK, UserError
@@ -21,12 +22,14 @@ def run(settings: Settings) -> int:
     """Serve until SIGTERM or Ctrl-C; the exit code.
 
     Raises:
-        UserError: the address is taken, or the model cannot be served.
+        UserError: the address is taken, there is no directory of adapters, or the model cannot be served.
         RunError: an engine has ended by itself.
     """
     for module in _NEEDED:
         if find_spec(module) is None:
             raise UserError(f"fw serve needs {module}: pip install 'fw[serve]'")
+    if (allowed := settings.serve.adapters_dir) and not Path(allowed).expanduser().is_dir():
+        raise UserError(f"serve.adapters_dir: there is no directory {allowed}; make it, or leave it out to load no adapters")
     listening = _listen(settings.serve.host, settings.serve.port)
     starting = Starting(settings)
     try:
