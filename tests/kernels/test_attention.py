@@ -14,7 +14,7 @@ from fw_plugins.kv_cache import in_blocks
 from fw_plugins.kv_cache.blocks import BlockPool
 from fw_plugins.kv_cache.in_blocks import Bounds, CacheInBlocks
 from fw_plugins.kv_cache.keeping import Float8, Int4, Int8, Plain
-from kernels.flags import NO_TILES
+from kernels.flags import NO_PAIRS, NO_TILES
 
 CPU = torch.device("cpu")
 LENGTHS = (1, 5, 255, 256, 257, 700, 3)
@@ -45,20 +45,24 @@ def cache_for(dtype, kv_heads, dim, window=None, keeping=None, bounds=None, leng
     return cache
 
 
-@pytest.fixture(params=["kernel", "kernel without tiles", "operators"])
+LESS = {"kernel without tiles": NO_TILES, "kernel without pairs": NO_PAIRS}
+
+
+@pytest.fixture(params=["kernel", *LESS, "operators"])
 def how(request, monkeypatch):
     if request.param == "operators":
         monkeypatch.setattr(in_blocks, "available", lambda *_: False)
     elif not attention.available(torch.float32, CPU):
         pytest.skip("no compiler")
-    if request.param == "kernel without tiles":
+    if request.param in LESS:
+        flags = LESS[request.param]
         try:
-            library(*NO_TILES)
+            library(*flags)
         except NotCompiled as reason:
             pytest.skip(str(reason))
         for name in ("_ATTEND", "_KEEP"):
             kernel = getattr(attention, name)
-            monkeypatch.setattr(attention, name, Kernel(kernel.name, kernel.arguments, NO_TILES))
+            monkeypatch.setattr(attention, name, Kernel(kernel.name, kernel.arguments, flags))
     return request.param
 
 

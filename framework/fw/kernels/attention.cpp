@@ -29,7 +29,7 @@ void load_queries(const Call& c, const Tile& tile, std::vector<float>& q) {
 }
 
 template <typename Rows>
-bool by_tiles(const Call& c) {
+bool in_pairs(const Call& c) {
     return std::is_same_v<Rows, rows::BF16> && takes(c);
 }
 
@@ -39,7 +39,10 @@ template <typename Rows>
 void attend_chunk(const Call& c, const Tile& tile, long begin, Work& work, float* found, const Tile* next, long next_begin) {
     constexpr bool KEPT = std::is_same_v<Rows, rows::BF16>, WORDS = KEPT && NATIVE == LANES;
 #if defined(FW_AMX)
-    if (by_tiles<Rows>(c)) return attend_chunk_by_tiles(c, tile, begin, work, found, next, next_begin);
+    if (in_pairs<Rows>(c) && amx::here) return attend_chunk_by_tiles(c, tile, begin, work, found, next, next_begin);
+#endif
+#if defined(__AVX512BF16__)
+    if (in_pairs<Rows>(c)) return attend_chunk_by_pairs(c, tile, begin, work, found, next, next_begin);
 #endif
     const Shape& s = c.s;
     const long groups = s.groups(), rows = tile.count * groups, lanes = s.lanes(), stride = lanes * LANES, partial = s.partial();
@@ -194,7 +197,7 @@ void attend(const Call& c, const int32_t* tables, const int32_t* starts, const i
         for (long head = 0; head < together; head++) {
             const long i = task.part + head * task.step;
             const Tile& tile = tiles[parts[i].tile];
-            if (!by_tiles<Rows>(c)) load_queries(c, tile, work.q);
+            if (!in_pairs<Rows>(c)) load_queries(c, tile, work.q);
             if (parts[i].begin >= 0) {
                 const long then = number + threads;
                 const Part* next = head + 1 < together           ? &parts[i + task.step]

@@ -29,7 +29,7 @@ struct Work {
     std::vector<float> q, scores, found, state;
     std::vector<Lane> keys, wide;
     std::vector<uint8_t> zeros;  // a row that is not seen
-    std::vector<uint16_t> by_tiles;
+    std::vector<uint16_t> in_pairs;
 };
 
 struct Call {

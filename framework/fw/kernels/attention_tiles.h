@@ -1,31 +1,26 @@
-// Attention to blocks in bfloat16 by tiles of AMX: keys are multiplied as they lie, sixteen positions by up to sixteen queries; weights are
-// rounded to bfloat16, as what values are multiplied by. Sums are taken in fp32, in the same order whatever is computed together.
+// The same by tiles of AMX: keys are multiplied as they lie, sixteen positions by up to sixteen queries.
 #pragma once
 #include <algorithm>
 #include <cstring>
 
 #include "amx.h"
-#include "attention.h"
+#include "attention_pairs.h"
 
 namespace attention {
 
 #if defined(FW_AMX)
 
-constexpr long SIDE = amx::SIDE, GROUP = 4 * SIDE, PAIRED = 2 * SIDE;  // positions whose scores, and whose values, are computed at once
-constexpr long SQUARE = SIDE * 2 * SIDE;                               // numbers of bfloat16 in a tile
-
-inline bool takes(const Call& c) { return amx::here && c.half && c.s.dim % PAIRED == 0; }
+constexpr long SIDE = amx::SIDE, GROUP = 4 * SIDE;  // positions whose scores are computed at once
+static_assert(SIDE == LANES, "a tile is a square of registers");
 
 // Queries of a tile, sixteen at a time as columns: [⌈rows/16⌉, dim/32, 16, 16, 2]; those that are not there are zeros.
 inline void queries_as_columns(const Call& c, const Tile& tile, uint16_t* to) {
-    const long groups = c.s.groups(), dim = c.s.dim, rows = tile.count * groups;
+    const long dim = c.s.dim, rows = tile.count * c.s.groups();
     for (long begin = 0; begin < rows; begin += SIDE)
         for (long h = 0; h < dim; h += PAIRED, to += SQUARE) {
             __m512i square[SIDE];
-            for (long i = 0; i < SIDE; i++) {
-                const long r = begin + i, at = ((tile.token + r / groups) * c.s.heads + tile.head * groups + r % groups) * dim + h;
-                square[i] = r < rows ? _mm512_loadu_si512((const uint16_t*)c.q + at) : _mm512_setzero_si512();
-            }
+            for (long i = 0; i < SIDE; i++)
+                square[i] = begin + i < rows ? _mm512_loadu_si512(query_of(c, tile, begin + i) + h) : _mm512_setzero_si512();
             turn(square);
             for (long i = 0; i < SIDE; i++) _mm512_store_si512(to + i * PAIRED, square[i]);
         }
@@ -64,26 +59,6 @@ inline void scores_by_query(const float* found, long apart, long queries, float 
     for (long q = 0; q < queries; q++) _mm512_storeu_ps(to + q * CHUNK, _mm512_mul_ps((__m512)square[q], by));
 }
 
-// Values of 32 positions in pairs of neighbours: [dim/16, 16, 16, 2], numbers of each 32 in the order in which registers are unpacked.
-inline void values_in_pairs(const uint8_t* const* rows, long dim, uint16_t* to) {
-    for (long pair = 0; pair < SIDE; pair++)
-        for (long h = 0; h < dim; h += PAIRED) {
-            const __m512i first = _mm512_loadu_si512(rows[2 * pair] + 2 * h), second = _mm512_loadu_si512(rows[2 * pair + 1] + 2 * h);
-            uint16_t* at = to + h / SIDE * SQUARE + pair * PAIRED;
-            _mm512_store_si512(at, _mm512_unpacklo_epi16(first, second));
-            _mm512_store_si512(at + SQUARE, _mm512_unpackhi_epi16(first, second));
-        }
-}
-
-// Sums of 32 numbers back in their order.
-inline void in_order(float* sums) {
-    const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
-    const __m512i second = _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
-    const __m512 low = _mm512_loadu_ps(sums), high = _mm512_loadu_ps(sums + SIDE);
-    _mm512_storeu_ps(sums, _mm512_permutex2var_ps(low, first, high));
-    _mm512_storeu_ps(sums + SIDE, _mm512_permutex2var_ps(low, second, high));
-}
-
 inline void multiply(int sum) {
     switch (sum) {
         case 0: _tile_dpbf16ps(0, 4, 6); break;
@@ -101,10 +76,9 @@ inline void attend_chunk_by_tiles(const Call& c, const Tile& tile, long begin, W
     const long row_tiles = (rows + SIDE - 1) / SIDE, widths = dim / PAIRED;
     work.scores.resize(rows * CHUNK);
     work.zeros.resize(s.row_bytes);
-    // Queries, weights [rows, CHUNK], values in pairs, sixteen keys for each of four, and their scores; a register's alignment before.
+    // Queries, weights [rows, CHUNK], values in pairs, sixteen keys for each of four, and their scores.
     const long of_queries = row_tiles * widths * SQUARE, of_weights = row_tiles * SIDE * CHUNK, of_values = CHUNK * dim, of_keys = GROUP * dim;
-    work.by_tiles.resize(PAIRED + of_queries + of_weights + of_values + of_keys + 2 * GROUP * SIDE);
-    uint16_t* const queries = (uint16_t*)(((uintptr_t)work.by_tiles.data() + 63) / 64 * 64);
+    uint16_t* const queries = room_for(of_queries + of_weights + of_values + of_keys + 2 * GROUP * SIDE, work);
     uint16_t *const weights = queries + of_queries, *const values = weights + of_weights, *const copies = values + of_values;
     float* const sums = (float*)(copies + of_keys);
 
@@ -149,14 +123,7 @@ inline void attend_chunk_by_tiles(const Call& c, const Tile& tile, long begin, W
                 scores_by_query(sums + b * SIDE * SIDE, apart, here, s.scale, work.scores.data() + t * SIDE * CHUNK + from + b * SIDE);
         }
     }
-    for (long r = 0; r < rows; r++) {
-        const long position = tile.position + r / groups;
-        float* of = work.scores.data() + r * CHUNK;
-        weights_of(of, begin, count, s.first_of(position), position, s, found + r * partial);
-        std::fill_n(of + count, padded - count, 0.0f);
-        for (long t = 0; t < padded; t += PAIRED)
-            _mm512_store_si512(weights + r * CHUNK + t, (__m512i)_mm512_cvtne2ps_pbh(_mm512_loadu_ps(of + t + SIDE), _mm512_loadu_ps(of + t)));
-    }
+    round_weights(tile, begin, count, padded, s, work, weights, found);
     for (long from = 0; from < padded; from += PAIRED) {
         stream.fetch(stream.padded + from + AHEAD, PAIRED);
         if (!unseen(s, tile, begin + from, PAIRED)) values_in_pairs(value + from, dim, values + from * dim);
@@ -185,15 +152,15 @@ inline void attend_chunk_by_tiles(const Call& c, const Tile& tile, long begin, W
             amx::settle();
             for (long r = 0; r < std::min(SIDE, rows - t * SIDE); r++) {
                 float *of = sums + r * 4 * SIDE, *to = found + (t * SIDE + r) * partial + LANES + h;
-                for (int i = 0; i < wide; i += 2) in_order(of + i * SIDE);
-                std::memcpy(to, of, wide * SIDE * sizeof(float));
+                for (int i = 0; i < wide; i += 2) {
+                    __m512 low = _mm512_loadu_ps(of + i * SIDE), high = _mm512_loadu_ps(of + (i + 1) * SIDE);
+                    in_order(low, high);
+                    _mm512_storeu_ps(to + i * SIDE, low);
+                    _mm512_storeu_ps(to + (i + 1) * SIDE, high);
+                }
             }
         }
 }
-
-#else
-
-inline bool takes(const Call&) { return false; }
 
 #endif
 

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "lanes.h"
+#include "pairs.h"
 #include "pool.h"
 #if defined(__AVX2__)
 #include <immintrin.h>
@@ -17,21 +18,6 @@ constexpr long PIECE = 1 << 17;  // bytes of weights that a thread takes at once
 
 #if defined(__AVX512BF16__)
 constexpr int MOST = 12;  // rows of a tile
-
-inline __m512bh pairs(const uint16_t* at) { return (__m512bh)_mm512_loadu_si512(at); }
-
-inline __m512bh pairs(const int8_t* at) {
-    const __m512 first = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)at)));
-    const __m512 second = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)(at + 16))));
-    return _mm512_cvtne2ps_pbh(second, first);
-}
-
-inline __m512bh repeated(const uint16_t* at) {
-    int32_t pair;
-    std::memcpy(&pair, at, 4);
-    return (__m512bh)_mm512_set1_epi32(pair);
-}
-
 #else
 constexpr int MOST = 4;
 #endif
