@@ -16,6 +16,19 @@ struct Product {
     long a_step, b_step, c_step, rows, columns, inner, a_turned, b_turned, b_half, c_half, add;
 };
 
+// `size` numbers of this thread's own, where lines of the cache begin.
+template <typename T>
+class Kept {
+public:
+    T* of(size_t size) {
+        room.resize(size + 64 / sizeof(T));
+        return (T*)((uintptr_t(room.data()) + 63) / 64 * 64);
+    }
+
+private:
+    std::vector<T> room;
+};
+
 #if defined(FW_AMX)
 
 constexpr long SIDE = amx::ROWS;                 // rows and columns that are multiplied at once, and what is summed over in a step
@@ -137,19 +150,6 @@ inline void multiplied(const char* a, const char* panel, long steps, float* sums
     _tile_stored(3, c + 16 * ROW + 64, ROW);
     amx::settle();
 }
-
-// `size` numbers of this thread's own, where lines of the cache begin.
-template <typename T>
-class Kept {
-public:
-    T* of(size_t size) {
-        room.resize(size + 64 / sizeof(T));
-        return (T*)((uintptr_t(room.data()) + 63) / 64 * 64);
-    }
-
-private:
-    std::vector<T> room;
-};
 
 inline void multiplied(const char* a, const char* panel, long steps, float* sums, bool add) {
     multiplied(a, panel, steps, sums, add, [](long) {});
