@@ -20,12 +20,24 @@ _SUMMED = 2048
 """As in matrix.cpp: what is summed over before sums are rounded to what is asked for."""
 
 
-class _Product(ctypes.Structure):
+class Product(ctypes.Structure):
+    """As in matrix_parts.h."""
+
     _fields_: ClassVar = [
         *((name, ctypes.c_void_p) for name in ("a", "b", "c")),
         *((name, ctypes.c_long) for name in ("a_step", "b_step", "c_step", "rows", "columns", "inner")),
         *((name, ctypes.c_long) for name in ("a_turned", "b_turned", "b_half", "c_half", "add")),
     ]
+
+    @classmethod
+    def of(cls, c_MN: Tensor, a_MK: Tensor, b_KN: Tensor, *, add: bool) -> Product:
+        """``c (+)= a · b``."""
+        of = cls(rows=a_MK.shape[0], inner=a_MK.shape[1], columns=b_KN.shape[1], add=add)
+        of.a, of.b, of.c = a_MK.data_ptr(), b_KN.data_ptr(), c_MN.data_ptr()
+        of.a_turned, of.b_turned = _turned(a_MK), _turned(b_KN)
+        of.a_step, of.b_step, of.c_step = a_MK.stride(of.a_turned), b_KN.stride(of.b_turned), c_MN.stride(0)
+        of.b_half, of.c_half = b_KN.dtype == torch.bfloat16, c_MN.dtype == torch.bfloat16
+        return of
 
 
 class _Tiles:
@@ -93,11 +105,7 @@ def _(sum_MN: Tensor, a_MK: Tensor, b_KN: Tensor, to_nothing: bool) -> None:
 
 
 def _compute(c_MN: Tensor, a_MK: Tensor, b_KN: Tensor, *, add: bool) -> None:
-    of = _Product(rows=a_MK.shape[0], inner=a_MK.shape[1], columns=b_KN.shape[1], add=add)
-    of.a, of.b, of.c = a_MK.data_ptr(), b_KN.data_ptr(), c_MN.data_ptr()
-    of.a_turned, of.b_turned = _turned(a_MK), _turned(b_KN)
-    of.a_step, of.b_step, of.c_step = a_MK.stride(of.a_turned), b_KN.stride(of.b_turned), c_MN.stride(0)
-    of.b_half, of.c_half = b_KN.dtype == torch.bfloat16, c_MN.dtype == torch.bfloat16
+    of = Product.of(c_MN, a_MK, b_KN, add=add)  # there until it has been read
     _PRODUCT(ctypes.addressof(of))
 
 

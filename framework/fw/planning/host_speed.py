@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fw.kernels.fp32_products import in_place_of_torch
 from fw.kernels.threads import of_torch
 from fw.launching.cores import threads_of_rank
 from fw.recipe import Recipe
@@ -56,8 +57,8 @@ class HostSpeed:
 
     @staticmethod
     def measured(threads: int) -> HostSpeed:
-        """With so many threads for each rank."""
-        with _threads(threads), torch.no_grad():
+        """With so many threads for each rank, by what computes in training."""
+        with _threads(threads), in_place_of_torch(), torch.no_grad():
             peaks = {name: _flops(dtype) for name, dtype in _DTYPES.items()}
             bandwidth, link = _bandwidth(), _link()
         with _threads(threads):

@@ -19,6 +19,7 @@ from fw.assemble import check
 from fw.config import to_yaml
 from fw.errors import EXIT_FAILED, EXIT_OK, EXIT_REQUEUE, FwError, RunError
 from fw.kernels.build import set_threads
+from fw.kernels.fp32_products import in_place_of_torch
 from fw.kinds.data import Corpus
 from fw.launching import outcome
 from fw.launching.cores import threads_of_rank
@@ -89,7 +90,11 @@ def _train_rank(recipe: Recipe, world: World, files: Mapping[str, str]) -> Endin
         strategy.join()
         check_same_run(recipe, strategy.ranks)
         holds = world.is_first and not outcome.launched_by_fw()  # else the launching process does
-        with held(recipe.run_dir) if holds else nullcontext(), deterministic(recipe.train.deterministic, device):
+        with (
+            held(recipe.run_dir) if holds else nullcontext(),
+            deterministic(recipe.train.deterministic, device),
+            in_place_of_torch() if device.type == "cpu" else nullcontext(),
+        ):
             return _train_joined(recipe, world, strategy, earlier, corpus, batches, vocab_size, files)
     finally:
         leave()
