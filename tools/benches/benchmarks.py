@@ -25,8 +25,9 @@ MARKS = {
 INTRO = """# Beside other programs
 
 The same model, batches and machine, one program at a time, in rounds; medians, and what they spread over. `tools/bench setup-peers` makes
-the environments, `tools/bench training --write`, `tools/bench overhead --write` and `tools/bench growth --write` measure all of this anew,
-`tools/bench check` says whether fw has fallen behind what is here. {machine}. Why it is so: [where a step's time goes](performance.md).
+the environments, `tools/bench training --write`, `tools/bench overhead --write` and `tools/bench growth --write` measure all of this
+anew, on the machine they run on; `tools/bench check` says whether fw has fallen behind what is here. Why it is so:
+[where a step's time goes](performance.md).
 """
 TRAINING = """## Training
 
@@ -47,8 +48,8 @@ OVERHEAD = """## Beside a bare loop
 `fw train` with its meter, progress and logger against a plain PyTorch loop over the same model and batches, each in a process of its own,
 in turns; both by torch's operators (`FW_TRAINING_KERNELS=off`).
 
-| | fw, of the loop's tokens/s | spread |
-| --- | --- | --- |
+| | fw, of the loop's tokens/s | spread | on |
+| --- | --- | --- | --- |
 """
 GROWTH = """## How it grows
 
@@ -64,8 +65,8 @@ def keep(bench: str, case: str, found: Mapping[str, Any], about: Mapping[str, An
     """Put a case's figures in the place of earlier ones, and make the page anew."""
     file = DOCS / "benchmarks.json"
     kept: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
-    whole = {**found, "machine": machine(), "date": str(date.today()), "commit": _commit(), **about}
-    kept.setdefault(bench, {})[case] = whole
+    whole = {**found, "date": str(date.today()), "commit": _commit(), **about}
+    kept.setdefault(bench, {}).setdefault(machine(), {})[case] = whole
     file.write_text(json.dumps(kept, indent=1) + "\n")
     write(kept)
 
@@ -78,7 +79,7 @@ def write(kept: Mapping[str, Any]) -> None:
     if "training" in kept:
         (DOCS / "benchmarks.svg").write_text(picture(kept["training"]).svg("benchmarks"))
     if "growth" in kept:
-        points = {axis: case["points"] for axis, case in kept["growth"].items()}
+        points = {axis: case["points"] for axis, case in latest(kept["growth"])[1].items()}
         (DOCS / "benchmarks-growth.svg").write_text(growth.picture(points).svg("benchmarks-growth"))
 
 
@@ -86,31 +87,38 @@ def page(kept: Mapping[str, Any]) -> str:
     """Markdown."""
     import growth
 
-    machines = sorted({case["machine"] for bench in kept.values() for case in bench.values()})
-    lines = [INTRO.format(machine="; ".join(machines))]
+    lines = [INTRO]
     if "training" in kept:
         lines.append(TRAINING)
-    for name, case in kept.get("training", {}).items():
-        versions = ", ".join(f"{package} {version}" for package, version in case["versions"].items())
-        lines += [f"### {name}", "", *table(case), ""]
-        lines += [f"fw at {case['commit']}, {case['date']}, {_rounds(len(case['products']))}, {versions}. {said(case)}", ""]
+    for where, cases in kept.get("training", {}).items():
+        lines += [f"### On {where}", ""]
+        for name, case in cases.items():
+            versions = ", ".join(f"{package} {version}" for package, version in case["versions"].items())
+            lines += [f"#### {name}", "", *table(case), ""]
+            lines += [f"fw at {case['commit']}, {case['date']}, {_rounds(len(case['products']))}, {versions}. {said(case)}", ""]
     if "overhead" in kept:
-        rows = [_overhead(name, case["ratios"]) for name, case in kept["overhead"].items()]
-        lines += [OVERHEAD + "\n".join(rows), "", f"{_when(kept['overhead'])}.", ""]
+        rows = [_overhead(name, case["ratios"], where) for where, cases in kept["overhead"].items() for name, case in cases.items()]
+        lines += [OVERHEAD + "\n".join(rows), ""]
     if "growth" in kept:
+        where, cases = latest(kept["growth"])
         lines.append(GROWTH)
-        for axis, case in kept["growth"].items():
+        for axis, case in cases.items():
             lines += [*growth.table(axis, case["points"]), ""]
-        lines += [f"{_when(kept['growth'])}.", ""]
+        lines += [f"{where}; {_when(cases)}.", ""]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def latest(machines: Mapping[str, Mapping[str, Any]]) -> tuple[str, Mapping[str, Any]]:
+    """The machine on which these were last measured, and what was found."""
+    return max(machines.items(), key=lambda of: max(case["date"] for case in of[1].values()))
 
 
 def _rounds(number: int) -> str:
     return "one round" if number == 1 else f"{number} rounds"
 
 
-def _overhead(name: str, ratios: Sequence[float]) -> str:
-    return f"| {name} | {median(ratios):.3f} | {min(ratios):.3f} to {max(ratios):.3f} |"
+def _overhead(name: str, ratios: Sequence[float], where: str) -> str:
+    return f"| {name} | {median(ratios):.3f} | {min(ratios):.3f} to {max(ratios):.3f} | {where} |"
 
 
 def _when(cases: Mapping[str, Any]) -> str:
@@ -173,11 +181,14 @@ def _against(name: str, value: float) -> str:
     return f"{mark:g} {'reached' if reached else 'not reached'}"
 
 
-def picture(cases: Mapping[str, Any]) -> Drawing:
-    """fw's tokens per second by the best peer's, a bar for each case, and the mark."""
-    rows = [(name, found["tokens/s"]) for name, case in cases.items() if "tokens/s" in (found := ratios(case))]
+def picture(machines: Mapping[str, Mapping[str, Any]]) -> Drawing:
+    """fw's tokens per second by the best peer's, a bar for each case, those of a machine together, and the mark."""
+    rows: list[tuple[str, float | None]] = []
+    for where, cases in machines.items():
+        rows.append((where, None))
+        rows += [(name, found["tokens/s"]) for name, case in cases.items() if "tokens/s" in (found := ratios(case))]
     left, step, width = 230, 34, 900
-    most = max([MARKS["tokens/s"], *(value for _, value in rows)]) * 1.1
+    most = max([MARKS["tokens/s"], *(value for _, value in rows if value is not None)]) * 1.1
     scale = (width - left - 70) / most
     drawing = Drawing(width, 60 + step * len(rows), "tokens per second of fw, of the best peer's")
     for mark, words in ((1.0, "the best peer"), (MARKS["tokens/s"], "aimed at")):
@@ -185,16 +196,19 @@ def picture(cases: Mapping[str, Any]) -> Drawing:
         drawing.shapes.append(Words(left + mark * scale, 18, f"{words} {mark:g}", "middle", "soft"))
     for number, (name, value) in enumerate(rows):
         y = 34 + number * step
+        if value is None:
+            drawing.shapes.append(Words(16, y + 19, name, bold=True))
+            continue
         drawing.rectangle(left, y, value * scale, 20, "#2364aa" if value >= 1 else "#d1495b")
         drawing.shapes += [Words(left - 10, y + 15, name, "end"), Words(left + value * scale + 8, y + 15, f"{value:.2f}", bold=True)]
     return drawing
 
 
 def machine() -> str:
-    """In words."""
-    lines = _lines("/proc/cpuinfo")
-    model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
-    flags = next((line.split() for line in lines if line.startswith("flags")), [])
+    """In words; what a hypervisor calls alike differs by its family."""
+    told = dict(reversed([[part.strip() for part in line.split(":", 1)] for line in _lines("/proc/cpuinfo") if ":" in line]))
+    model, flags = told.get("model name", platform.machine()), told.get("flags", "").split()
+    model += f", family {told['cpu family']}" if model == "AMD EPYC" and "cpu family" in told else ""
     known = [name for name, flag in (("AVX-512", "avx512f"), ("bf16", "avx512_bf16"), ("AMX", "amx_bf16")) if flag in flags]
     return f"{os.cpu_count()} cores ({', '.join([model, *known])})"
 

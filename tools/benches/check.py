@@ -2,7 +2,8 @@
 
     tools/bench check [--cases …] [--rounds 2] [--steps 12]
 
-Exit code 1 where a ratio is more than 10 % worse than the table's.
+It is compared with figures of the same machine, where there are any, else with the last ones. Exit code 1 where a ratio is more than 10 %
+worse than the table's.
 """
 
 from __future__ import annotations
@@ -42,11 +43,16 @@ def fallen(before: Mapping[str, float], now: Mapping[str, float]) -> list[str]:
     return said
 
 
+def figures(machines: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Any]:
+    """By case: those of this machine, where it is in the table, else the last ones."""
+    return machines.get(benchmarks.machine()) or benchmarks.latest(machines)[1]
+
+
 def main() -> None:
     """Measure and compare."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     table = benchmarks.DOCS / "benchmarks.json"
-    kept = json.loads(table.read_text())["training"] if table.exists() else {}
+    kept = figures(json.loads(table.read_text())["training"]) if table.exists() else {}
     parser.add_argument("--cases", nargs="+", default=list(kept), choices=list(kept), metavar="CASE", help=f"of: {'; '.join(kept)}")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=12)
