@@ -191,9 +191,9 @@ def picture(machines: Mapping[str, Mapping[str, Any]]) -> Drawing:
     most = max([MARKS["tokens/s"], *(value for _, value in rows if value is not None)]) * 1.1
     scale = (width - left - 70) / most
     drawing = Drawing(width, 60 + step * len(rows), "tokens per second of fw, of the best peer's")
-    for mark, words in ((1.0, "the best peer"), (MARKS["tokens/s"], "aimed at")):
+    for mark, words, anchor in ((1.0, "the best peer", "end"), (MARKS["tokens/s"], "aimed at", "start")):
         drawing.rectangle(left + mark * scale, 26, 1.5, step * len(rows) + 8, "soft")
-        drawing.shapes.append(Words(left + mark * scale, 18, f"{words} {mark:g}", "middle", "soft"))
+        drawing.shapes.append(Words(left + mark * scale, 18, f"{words} {mark:g}", anchor, "soft"))
     for number, (name, value) in enumerate(rows):
         y = 34 + number * step
         if value is None:
