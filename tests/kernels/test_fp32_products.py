@@ -17,6 +17,8 @@ SHAPES = ((1, 1, 1), (13, 17, 33), (12, 512, 32), (100, 700, 75), (7, 512, 5000)
 @pytest.fixture(autouse=True)
 def computes(monkeypatch):
     """Whatever is faster here, and however small a product is; returns how many the kernel was given."""
+    if not hasattr(torch.library, "get_kernel"):
+        pytest.skip("this torch does not give away an operator's own kernel")
     try:
         if not library().fw_products_of_fp32_are_there():
             pytest.skip("no AVX-512")

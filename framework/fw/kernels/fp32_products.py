@@ -65,6 +65,8 @@ def in_place_of_torch() -> Iterator[None]:
 @functools.cache
 def _faster() -> bool:
     """Whether it is, on one thread: the least times of several products by each, in turns."""
+    if not hasattr(torch.library, "get_kernel"):  # as in torch 2.11: what is replaced could not be called
+        return False
     if not (_PRODUCT.available and library().fw_products_of_fp32_are_there()):
         return False
     a_MM = torch.zeros(512, 512)
