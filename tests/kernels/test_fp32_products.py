@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -16,7 +19,7 @@ SHAPES = ((1, 1, 1), (13, 17, 33), (12, 512, 32), (100, 700, 75), (7, 512, 5000)
 
 @pytest.fixture(autouse=True)
 def computes(monkeypatch):
-    """Whatever is faster here, and however small a product is; returns how many the kernel was given."""
+    """Whatever processor this is, and however small a product; returns what the kernel was given."""
     if not hasattr(torch.library, "get_kernel"):
         pytest.skip("this torch does not give away an operator's own kernel")
     try:
@@ -25,8 +28,9 @@ def computes(monkeypatch):
     except NotCompiled as why:
         pytest.skip(str(why))
     monkeypatch.setenv("FW_TRAINING_KERNELS", "on")
-    monkeypatch.setattr(fp32_products, "_faster", lambda: True)
+    monkeypatch.setattr(fp32_products, "_pays", lambda: True)
     monkeypatch.setattr(fp32_products, "_LEAST", 1)
+    monkeypatch.setattr(fp32_products, "_LEAST_SIDE", 1)
     given = []
     compute = fp32_products._compute
     monkeypatch.setattr(fp32_products, "_compute", lambda *x, **how: given.append(x) or compute(*x, **how))
@@ -148,6 +152,67 @@ def test_torch_s_are_kept_on_demand(monkeypatch, computes):
 
 
 def test_torch_s_are_kept_where_they_are_as_fast(monkeypatch, computes):
-    monkeypatch.setattr(fp32_products, "_faster", lambda: False)
+    monkeypatch.setattr(fp32_products, "_pays", lambda: False)
     with in_place_of_torch():
         assert not active()
+
+
+def test_few_numbers_and_single_rows_are_torch_s(monkeypatch, computes):
+    monkeypatch.undo()
+    monkeypatch.setattr(fp32_products, "_pays", lambda: True)
+    monkeypatch.setattr(fp32_products, "wanted", lambda: True)
+    compute, given = fp32_products._compute, []
+    monkeypatch.setattr(fp32_products, "_compute", lambda *x, **how: given.append(x) or compute(*x, **how))
+    a, b = torch.randn(256, 4096), torch.randn(4096, 256)
+    with in_place_of_torch():
+        for some, more in ((a[:3], torch.randn(4096, 4096)), (torch.randn(4096, 4096), b[:, :3].contiguous()), (a[:31], b)):
+            assert torch.equal(some @ more, torch.mm(some, more.clone()))
+            assert not given
+        a @ b
+    assert len(given) == 1
+
+
+def test_what_compiles_a_part_leaves_it_alone(computes):
+    @torch.compiler.disable(recursive=False)
+    def in_the_middle(x, y):
+        return torch.addmm(x, x, y)
+
+    traced = []
+
+    def counting(graph, _):
+        traced.append([node.target for node in graph.graph.nodes if node.op == "call_function"])
+        return graph.forward
+
+    x = torch.randn(64, 64)
+    right = x.double() + x.double() @ (x + 1).double()
+    with in_place_of_torch():
+        close(torch.compile(lambda x: in_the_middle(x, x + 1) * 2, backend=counting)(x), 2 * right)
+    assert len(computes) == 1 and len(traced) <= 2, traced
+
+
+def test_of_whom_it_pays():
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    told = dict(reversed([[part.strip() for part in line.split(":", 1)] for line in lines if ":" in line]))
+    amd = told["vendor_id"] == "AuthenticAMD" and int(told["cpu family"]) >= 26 and "avx512f" in told["flags"].split()
+    assert bool(library().fw_products_of_fp32_pay()) == amd
+
+
+def test_threads_that_multiply_while_it_begins_and_ends(computes):
+    x = torch.randn(64, 64)
+    right, ended, wrong = x @ x, threading.Event(), []
+
+    def multiply():
+        while not ended.is_set():
+            if not torch.allclose(x @ x, right, atol=1e-4):
+                wrong.append(x)
+
+    threads = [threading.Thread(target=multiply) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for _ in range(50):
+        with in_place_of_torch():
+            x @ x
+    ended.set()
+    for thread in threads:
+        thread.join()
+    assert not wrong

@@ -64,6 +64,8 @@ def main() -> None:
     if not kept:
         parser.error(f"{table}: there is none to compare with; tools/bench training --write makes it")
     worse = []
+    if benchmarks.machine() not in json.loads(table.read_text())["training"]:
+        print(f"{benchmarks.machine()} is not in the table; what follows is compared with another machine's")
     for name in options.cases:
         ways = compared(kept[name]["ways"])
         before = benchmarks.ratios({**kept[name], "ways": {way: kept[name]["ways"][way] for way in ways}})

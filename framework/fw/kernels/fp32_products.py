@@ -1,7 +1,8 @@
-"""Products of matrices in fp32 by a kernel of fw's own, in place of torch's where these take much longer: the library that torch has for
-them leaves half of AVX-512 unused on processors that are not its maker's.
+"""Products of matrices in fp32 by a kernel of fw's own, in place of torch's where these are known to take much longer: the library that
+torch has for them leaves half of AVX-512 unused on AMD's processors.
 
-What asks for a product stays as it is, forward, backward and compiled: torch's dispatcher has another kernel for the CPU meanwhile.
+What asks for a product stays as it is, forward, backward and compiled: torch's dispatcher has another kernel for the CPU meanwhile. The
+processor decides, and no clock, so that ranks of one kind, and a run that goes on, compute alike.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import threading
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,24 +17,29 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 
 from fw.kernels.build import library
 from fw.kernels.calls import Kernel
 from fw.kernels.matrix import Product
 from fw.kernels.of_cpu import wanted
-from fw.kernels.threads import alone
 
 _PRODUCT = Kernel("fw_product_fp32", [ctypes.c_void_p])
-_LEAST = 1 << 25
-"""Multiplications of a product from which on ours computes it: torch's then takes longer than calling ours from Python does."""
-_FASTER = 1.5
-"""Times as fast as torch's it has to be. Processors are at twice or at once: what a run computes with does not hang on a measurement."""
+_LEAST, _LEAST_SIDE = 1 << 25, 4
+"""Multiplications of a product, and rows and columns of its result, from which on ours computes it: torch's of fewer is over before ours
+has been called from Python, and packs nothing for a single row."""
 _changing = threading.Lock()
 
 
 class _Taken:
     times = 0
     library: torch.library.Library | None = None
+    kernels: list[Any] = []  # noqa: RUF012 - of all times: a thread may still be about to call what has been taken back
+
+
+def pays() -> bool:
+    """Whether this is a processor where it takes less time than torch's."""
+    return wanted() and _pays()
 
 
 def active() -> bool:
@@ -44,14 +49,18 @@ def active() -> bool:
 
 @contextmanager
 def in_place_of_torch() -> Iterator[None]:
-    """Products of large matrices in fp32 on the CPU are by this kernel meanwhile, in all threads, where that is faster."""
-    if not (wanted() and _faster()):
+    """Products of large matrices in fp32 on the CPU are by this kernel meanwhile, in all threads, where that is faster.
+
+    All others are called by way of Python and with its lock, so it is for programs that compute in fp32. Other threads had better multiply
+    nothing in the moments in which it begins and ends: torch's dispatcher is read without a lock.
+    """
+    if not pays():
         yield
         return
     with _changing:
-        _Taken.times += 1
         if _Taken.library is None:
             _Taken.library = _registered()
+        _Taken.times += 1
     try:
         yield
     finally:
@@ -62,25 +71,16 @@ def in_place_of_torch() -> Iterator[None]:
                 _Taken.library = None
 
 
+def product(a_MK: Tensor, b_KN: Tensor) -> Tensor:
+    """``a · b`` in fp32, rows or columns of each one behind another; where it :func:`pays`."""
+    return _compute(a_MK.new_empty((a_MK.shape[0], b_KN.shape[1])), a_MK, b_KN)
+
+
 @functools.cache
-def _faster() -> bool:
-    """Whether it is, on one thread: the least times of several products by each, in turns."""
+def _pays() -> bool:
     if not hasattr(torch.library, "get_kernel"):  # as in torch 2.11: what is replaced could not be called
         return False
-    if not (_PRODUCT.available and library().fw_products_of_fp32_are_there()):
-        return False
-    a_MM = torch.zeros(512, 512)
-    c_MM = torch.empty_like(a_MM)
-
-    def seconds(multiply: Callable[[], object]) -> float:
-        begin = time.perf_counter()
-        multiply()
-        return time.perf_counter() - begin
-
-    with alone():
-        taken = [(seconds(lambda: _compute(c_MM, a_MM, a_MM)), seconds(lambda: torch.mm(a_MM, a_MM, out=c_MM))) for _ in range(8)]
-    ours, theirs = map(min, zip(*taken, strict=True))
-    return theirs > _FASTER * ours
+    return torch.backends.mkl.is_available() and _PRODUCT.available and bool(library().fw_products_of_fp32_pay())
 
 
 def _registered() -> torch.library.Library:
@@ -90,7 +90,7 @@ def _registered() -> torch.library.Library:
     def mm(keys: Any, a_MK: Tensor, b_KN: Tensor) -> Tensor:
         if not _takes(a_MK, b_KN):
             return of_torch["mm"].call_boxed(keys, a_MK, b_KN)
-        return _compute(a_MK.new_empty((a_MK.shape[0], b_KN.shape[1])), a_MK, b_KN)
+        return product(a_MK, b_KN)
 
     def mm_out(keys: Any, a_MK: Tensor, b_KN: Tensor, *, out: Tensor) -> Tensor:
         if not (_takes(a_MK, b_KN) and _fits(out, a_MK, b_KN)):
@@ -112,7 +112,8 @@ def _registered() -> torch.library.Library:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "(?s).*Overriding a previously registered kernel")
         for name, kernel in kernels.items():
-            made.impl(name, kernel, "CPU", with_keyset=True)
+            made.impl(name, _disable_dynamo(kernel), "CPU", with_keyset=True)
+    _Taken.kernels += [torch.library.get_kernel(f"aten::{name}", "CPU") for name in kernels]
     return made
 
 
@@ -120,7 +121,9 @@ def _takes(a_MK: Tensor, b_KN: Tensor) -> bool:
     if a_MK.dtype != torch.float32 or b_KN.dtype != torch.float32 or a_MK.dim() != 2 or b_KN.dim() != 2:
         return False
     (rows, inner), (inner_of_b, columns) = a_MK.shape, b_KN.shape
-    return rows * inner * columns >= _LEAST and inner == inner_of_b and _in_lines(a_MK) and _in_lines(b_KN)
+    if rows * inner * columns < _LEAST or min(rows, columns) < _LEAST_SIDE or inner != inner_of_b:
+        return False
+    return _in_lines(a_MK) and _in_lines(b_KN)
 
 
 def _in_lines(x: Tensor) -> bool:

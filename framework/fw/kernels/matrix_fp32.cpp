@@ -1,8 +1,12 @@
-// Products of whole matrices in fp32, where the library that torch has for them leaves half of AVX-512 unused.
+// Products of whole matrices in fp32, for processors where the library that torch has for them leaves half of AVX-512 unused.
 //
 // The second factor is packed into panels of 32 columns, so much of it as stays in the caches of all cores; rows of the first are multiplied as
 // they lie, twelve at a time. Each output is one sum in the same order whatever the number of threads.
 #include <algorithm>
+#include <cstring>
+#if defined(__AVX512F__)
+#include <cpuid.h>
+#endif
 
 #include "lanes.h"
 #include "matrix_parts.h"
@@ -132,6 +136,21 @@ void computed(const Product& p) {
 extern "C" long fw_products_of_fp32_are_there() {
 #if defined(__AVX512F__)
     return 1;
+#else
+    return 0;
+#endif
+}
+
+// Whether it multiplies twice as many numbers at once as MKL has it do: AMD's whose units are as wide as these registers, from family 1Ah (Zen 5) on.
+extern "C" long fw_products_of_fp32_pay() {
+#if defined(__AVX512F__)
+    unsigned a, b, c, d;
+    char maker[13] = {};
+    if (!__get_cpuid(0, &a, &b, &c, &d)) return 0;
+    std::memcpy(maker, &b, 4), std::memcpy(maker + 4, &d, 4), std::memcpy(maker + 8, &c, 4);
+    if (std::strcmp(maker, "AuthenticAMD") || !__get_cpuid(1, &a, &b, &c, &d)) return 0;
+    const unsigned family = (a >> 8 & 0xf) == 0xf ? 0xf + (a >> 20 & 0xff) : a >> 8 & 0xf;
+    return family >= 0x1a;
 #else
     return 0;
 #endif

@@ -90,10 +90,11 @@ def _train_rank(recipe: Recipe, world: World, files: Mapping[str, str]) -> Endin
         strategy.join()
         check_same_run(recipe, strategy.ranks)
         holds = world.is_first and not outcome.launched_by_fw()  # else the launching process does
+        in_fp32 = device.type == "cpu" and torch.float32 in recipe.step_spec(device).computes_in
         with (
             held(recipe.run_dir) if holds else nullcontext(),
             deterministic(recipe.train.deterministic, device),
-            in_place_of_torch() if device.type == "cpu" else nullcontext(),
+            in_place_of_torch() if in_fp32 else nullcontext(),
         ):
             return _train_joined(recipe, world, strategy, earlier, corpus, batches, vocab_size, files)
     finally:
