@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
+import weakref
 
 import pytest
 
 import fw
 from fw.errors import UserError
+from fw.inference.background import Background
 from fw.inference.llm import LLM
 from fw.inference.results import Delta, Result
 
@@ -109,3 +112,24 @@ def test_closed_in_the_middle(directory):
             await waiting
 
     asyncio.run(some())
+
+
+def test_a_model_that_nobody_has_is_gone(directory):
+    made = fw.LLM(directory, dtype="fp32")
+    asyncio.run(made.agenerate("abc", **GREEDY))
+    thread = next(thread for thread in threading.enumerate() if thread.name == "fw engine")
+    model = weakref.ref(made.model)
+    del made
+    gc.collect()
+    thread.join(timeout=60)
+    del thread
+    gc.collect()
+    assert model() is None
+
+
+def test_who_comes_after_the_end_is_told_so(llm):
+    told = []
+    background = Background(llm.engine)
+    background.close()
+    background.add("late", [5], llm.sampling(), told.append)
+    assert "the engine was closed" in str(told[0]) and not len(llm.engine)

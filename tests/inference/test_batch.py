@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -16,6 +17,7 @@ import fw as library
 from conftest import fw
 from fw.errors import UserError
 from fw.inference.batch import run_batch
+from fw.inference.openai import asked
 
 GOOD = [
     {"prompt": "the quick brown fox", "id": "fox"},
@@ -63,6 +65,13 @@ BAD = [
     ('{"prompt": "a", "stop_token_ids": [true]}', "no list of token ids"),
     ('{"custom_id": "q", "url": "/v1/chat/completions", "body": {"messages": "hello"}}', "messages: 'hello' is no list of messages"),
     ('{"custom_id": "q", "url": "/v1/chat/completions", "body": {"messages": [1, 2]}}', "messages: [1, 2] is no list of messages"),
+    ('{"prompt": "a", "self": 1}', "a request has no 'self'"),
+    ('{"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}', "parts that are no text"),
+    ('{"messages": [{"role": "user", "content": 5}]}', "content 5 is neither a text nor a list"),
+    (
+        '{"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]}',
+        "the arguments of a call are no JSON: {",
+    ),
     ('{"custom_id": "q", "url": "/v1/embeddings", "body": {}}', "neither /v1/chat/completions nor"),
     ('{"custom_id": "q", "url": "/v1/completions", "body": {"prompt": "a", "tools": []}}', "'tools' is not honoured"),
     ('{"custom_id": "q", "url": "/v1/completions", "body": {"prompt": "a", "logit_bias": 5}}', "no object of token ids"),
@@ -211,6 +220,116 @@ def test_a_line_that_is_no_text(llm, tmp_path):
     run_batch(llm, source, tmp_path / "out", {"max_tokens": 2}, "small", lambda p: None)
     found = answers(tmp_path / "out")
     assert "error" in found[1] and "text" in found[2]
+
+
+def test_settings_are_of_lines_that_do_not_say(llm, tmp_path):
+    """Of both formats; what a line says goes first."""
+    bodies = [{"prompt": "who"}, {"prompt": "who", "max_tokens": 3, "logprobs": None}, {"prompt": "who", "logprobs": 0, "temperature": 1.5}]
+    lines = [{"custom_id": str(n), "url": "/v1/completions", "body": body} for n, body in enumerate(bodies)]
+    given = {"temperature": 0, "max_tokens": 30, "logprobs": 2, "seed": 5, "ignore_eos": True}
+    run_batch(llm, written(tmp_path / "in.jsonl", lines), tmp_path / "out", given, "small", lambda p: None)
+    first, short, own = (found["response"]["body"]["choices"][0] for _, found in sorted(answers(tmp_path / "out").items()))
+    (expected,), (drawn,) = llm.generate("who", **given), llm.generate("who", **{**given, "temperature": 1.5})
+    assert (first["text"], short["text"], own["text"]) == (expected.text, expected.text[:3], drawn.text)
+    assert len(first["logprobs"]["top_logprobs"][0]) == 2 and own["logprobs"]["token_logprobs"]
+    bare = [{"custom_id": "0", "url": "/v1/completions", "body": {"prompt": "who", "ignore_eos": True}}]
+    run_batch(llm, written(tmp_path / "bare.jsonl", bare), tmp_path / "bare", {"temperature": 0}, "small", lambda p: None)
+    assert answers(tmp_path / "bare")[1]["response"]["body"]["usage"]["completion_tokens"] == 16, "OpenAI's, where nobody says"
+
+
+@pytest.mark.parametrize("own", [{"regex": "[a-c]"}, {"json_schema": {}}, {"response_format": {"type": "json_object"}}])
+def test_an_answer_has_one_form_which_a_line_may_say(llm, own):
+    given = {"regex": "[x-z]", "temperature": 0}
+    found = asked(llm, "/v1/completions", {"prompt": "a", **own}, given).sampling
+    assert found.regex == own.get("regex") and (found.json_schema is not None) == ("regex" not in own) and found.temperature == 0
+    assert asked(llm, "/v1/completions", {"prompt": "a"}, given).sampling.regex == "[x-z]"
+
+
+def test_messages_are_as_over_http(llm, tmp_path):
+    parts = [{"type": "text", "text": "who"}, {"type": "text", "text": "is"}]
+    lines = [
+        {"messages": [{"role": "developer", "content": "brief"}, {"role": "user", "content": parts}]},
+        {"custom_id": "a", "url": "/v1/chat/completions", "body": {"messages": [{"role": "user", "content": parts}], "max_tokens": 5}},
+        {"messages": [{"role": "assistant", "content": None}, {"role": "user", "content": "a"}]},
+    ]
+    run_batch(llm, written(tmp_path / "in.jsonl", lines), tmp_path / "out", {"temperature": 0, "max_tokens": 5}, "small", lambda p: None)
+    found = answers(tmp_path / "out")
+    same = ([("system", "brief"), ("user", "who\nis")], [("user", "who\nis")], [("assistant", ""), ("user", "a")])
+    said = [llm.generate([{"role": role, "content": text} for role, text in each], temperature=0, max_tokens=5)[0].text for each in same]
+    assert [found[1]["text"], found[2]["response"]["body"]["choices"][0]["message"]["content"], found[3]["text"]] == said
+
+
+def test_all_that_was_asked_for_is_written(llm, tmp_path):
+    line = {
+        "prompt": "abc",
+        "n": 2,
+        "temperature": 1.0,
+        "seed": 1,
+        "logprobs": 3,
+        "prompt_logprobs": 2,
+        "max_tokens": 4,
+        "ignore_eos": True,
+    }
+    run_batch(llm, written(tmp_path / "in.jsonl", [line]), tmp_path / "out", {}, "small", lambda p: None)
+    found = answers(tmp_path / "out")[1]
+    assert [len(each) for each in found["prompt_top_logprobs"]] == [2, 2]
+    (other,) = found["others"]
+    assert len(other["logprobs"]) == 4 and [len(each) for each in other["top_logprobs"]] == [3] * 4
+
+
+def test_lines_are_those_that_editors_count(llm, tmp_path):
+    source = tmp_path / "in.jsonl"
+    source.write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\r\n\r\n{"prompt":\r"b"}\n\xc2\xa0\n{"prompt": "c"}')
+    progress = run_batch(llm, source, tmp_path / "out", {"max_tokens": 2}, "small", lambda p: None)
+    found = answers(tmp_path / "out")
+    assert sorted(found) == [1, 3, 4, 5] and progress.lines == progress.done == 4
+    assert [number for number, one in found.items() if "error" in one] == [4], "white space of Unicode's is a line"
+
+
+def test_what_can_be_read_once_only_is_refused(llm, tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with pytest.raises(UserError, match="can be read once only"):
+        run_batch(llm, pipe, tmp_path / "out", {}, "small", lambda p: None)
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_input_that_changes_meanwhile_is_said(llm, tmp_path):
+    source, target = written(tmp_path / "in.jsonl", GOOD[:1]), tmp_path / "out"
+
+    def grow(progress):
+        if not progress.done:
+            written(source, GOOD[:2])
+
+    with pytest.raises(UserError, match="has other lines than when the batch began"):
+        run_batch(llm, source, target, {"max_tokens": 2}, "small", grow)
+
+
+def test_two_do_not_write_one_file(llm, tmp_path):
+    source, target, seen = written(tmp_path / "in.jsonl", GOOD[:1]), tmp_path / "out", []
+
+    def again(progress):
+        with pytest.raises(UserError, match="another process is writing") as error:
+            run_batch(llm, source, target, {"max_tokens": 2}, "small", lambda p: None)
+        seen.append(error)
+
+    run_batch(llm, source, target, {"max_tokens": 2}, "small", again)
+    assert seen and len(answers(target)) == 1 and [path.name for path in tmp_path.iterdir() if "unfinished" in path.name] == []
+
+
+def test_a_line_of_somebody_else_among_answers_is_said(llm, tmp_path):
+    source, target = written(tmp_path / "in.jsonl", GOOD[:2]), tmp_path / "out"
+
+    def stop(progress):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_batch(llm, source, target, {"max_tokens": 2}, "small", stop)
+    for odd in ("\n", "{}\n", "[1]\n", "no JSON\n"):
+        target.write_text(odd)
+        with pytest.raises(UserError, match=r"line 1 of .* is no answer of a batch; remove that line"):
+            run_batch(llm, source, target, {"max_tokens": 2}, "small", lambda p: None)
+        assert target.read_text() == odd
 
 
 def test_going_on_after_a_kill(directory, tmp_path):

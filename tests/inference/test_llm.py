@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 
@@ -110,6 +112,46 @@ def test_logits_that_are_no_numbers_end_an_answer(directory):
         llm.generate([[5] * 9])
     with pytest.raises(UserError, match="no token can be chosen"):
         list(llm.stream([5] * 9))
+    whole, failed = llm.generate(["abc", [5] * 9], temperature=0, max_tokens=12)
+    assert whole.token_ids == expected and whole.error is None
+    assert failed.error.startswith("no token can be chosen"), "a result for each prompt, of which others are whole"
+
+
+def test_a_step_that_fails_ends_what_had_begun(directory, monkeypatch):
+    """How far its sequences are is not known: no stream goes on with tokens of another one's."""
+    llm = fw.LLM(directory, dtype="fp32", max_sequences=2)
+    streams = [llm.stream(prompt, temperature=0, max_tokens=9) for prompt in ("abc", "hello", "later")]
+    for stream in (*streams[:2], streams[0]):  # the first one's second token came with the other's first
+        next(stream)
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.engine.scheduler, "computed", lambda taken: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            next(streams[0])
+    with pytest.raises(UserError, match="ZeroDivisionError: division by zero"):
+        list(streams[1])
+    assert [delta.token for delta in streams[2]] == alone(llm, "later", max_tokens=9).token_ids
+    assert not len(llm.engine) and not llm.engine.scheduler.cache.pool.tables
+
+
+def test_an_interrupt_waits_for_the_end_of_a_step(directory, monkeypatch):
+    llm = fw.LLM(directory, dtype="fp32")
+    expected = [alone(llm, prompt, max_tokens=9).token_ids for prompt in ("abc", "hello")]
+    first, second = (llm.stream(prompt, temperature=0, max_tokens=9) for prompt in ("abc", "hello"))
+    next(first)
+    found = [next(second).token]
+    next(first)
+    computed = llm.engine.scheduler.computed
+
+    def interrupted(taken):
+        computed(taken)
+        signal.raise_signal(signal.SIGINT)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.engine.scheduler, "computed", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            next(first)
+    found += [delta.token for delta in second]
+    assert found == expected[1] and not len(llm.engine)
     assert not len(llm.engine)
 
 
@@ -291,6 +333,12 @@ def test_a_context_that_does_not_fit_is_said(directory, capsys):
 def test_what_cannot_be_had(directory, options, said):
     with pytest.raises(UserError, match=said.replace("(", r"\(")):
         fw.LLM(directory, **options)
+
+
+def test_settings_beside_a_sampling_are_refused(llm):
+    for ask in (llm.generate, lambda *x, **more: list(llm.stream(*x, **more)), lambda *x, **more: asyncio.run(llm.agenerate(*x, **more))):
+        with pytest.raises(UserError, match="give either sampling or max_tokens, not both"):
+            ask("abc", llm.sampling(), max_tokens=5)
 
 
 def test_what_cannot_be_asked(llm):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 
 import pytest
 from peft import LoraConfig, get_peft_model
@@ -128,6 +129,26 @@ def test_half_a_batch_of_another_model_is_left_alone(half):
         code, _, said = half(*words)
         assert code == 2 and "out.jsonl is half of another batch" in said and why in said, said
     assert half("inference.max_sequences=1", "inference.kv_budget=1MiB", "inference.replay=false")[0] == 0
+
+
+def test_half_a_batch_of_weights_that_have_changed_is_left_alone(half, directory, typed):
+    """Under the same name, as a run's latest checkpoint has them."""
+    assert half(kill=True)[0] == 1
+    weights = next(directory.glob("*.safetensors"))
+    before = weights.stat()
+    os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns + 1))
+    code, _, said = half()
+    assert code == 2 and "half of another batch (files of the model: /" in said, said
+    os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert half()[0] == 0
+
+
+def test_a_prompt_may_stand_after_options(llm, typed):
+    (expected,) = llm.generate("the = fox", temperature=0, max_tokens=9)
+    assert typed("generate", *GREEDY, "the = fox", stdin="never read") == (0, expected.text + "\n", "")
+    assert typed("generate", *GREEDY, "the = fox", "inference.dtype=fp32") == (0, expected.text + "\n", "")
+    code, _, said = typed("generate", *GREEDY, "the fox", "jumps")
+    assert code == 2 and "unrecognized arguments: jumps" in said
 
 
 def test_half_a_batch_of_other_adapters_is_left_alone(half, directory, tmp_path):

@@ -5,9 +5,11 @@ from __future__ import annotations
 import random
 
 import pytest
+from tokenizers import Tokenizer as Backend, decoders, models
 
 import tokens
 from fw.inference.text import AnswerText
+from fw.tokenizer import Tokenizer
 
 TOKENIZER = tokens.characters(60)
 
@@ -50,3 +52,44 @@ def test_pieces_are_the_text_before_the_first_stop(seed):
     pieces, stopped_by = given(text, stops)
     assert "".join(pieces) == (text[: min(begins)] if begins else text)
     assert (stopped_by is not None) == bool(begins)
+
+
+def _of_bytes() -> Tokenizer:
+    """Llama 2's way: what is no piece is bytes, a line's end among it."""
+    words = ["<unk>", "\u2581a", "b", *(f"<0x{byte:02X}>" for byte in range(256))]
+    backend = Backend(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="<unk>"))
+    steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    backend.decoder = decoders.Sequence(steps)
+    return Tokenizer.from_backend(backend)
+
+
+OF_BYTES = _of_bytes()
+
+
+def ended(words: list[str], stops: list[str], least: int = 0) -> tuple[str, str | None, int]:
+    """Text, what ended it, and by which token."""
+    stream = AnswerText(OF_BYTES, stops, least)
+    for number, word in enumerate(words):
+        stream.push(OF_BYTES.token_to_id(word))
+        if stream.stopped_by is not None:
+            return stream.given, stream.stopped_by, number
+    stream.finish()
+    return stream.given, stream.stopped_by, len(words)
+
+
+@pytest.mark.parametrize(
+    ("words", "stops", "least", "found"),
+    [
+        (["\u2581a", "<0x0A>", "b"], ["\n"], 0, ("a", "\n", 1)),
+        (["\u2581a", "<0x0A>", "<0x0A>", "b"], ["\n\n"], 0, ("a", "\n\n", 2)),
+        (["\u2581a", "<0x0A>", "b", "\u2581a"], ["\nb"], 0, ("a", "\nb", 2)),
+        (["\u2581a", "<0x0A>", "\u2581a"], ["\n a"], 0, ("a", "\n a", 2)),
+        (["\u2581a", "<0xC3>", "<0xA9>", "b"], ["\u00e9"], 0, ("a", "\u00e9", 2)),
+        (["\u2581a", "<0xC3>", "<0x0A>", "b"], ["\n"], 0, ("a\ufffd\ufffdb", None, 4)),
+        (["\u2581a", "<0x0A>", "b", "<0x0A>", "b"], ["\n"], 3, ("a\nb", "\n", 3)),
+        (["\u2581a", "<0x0A>", "b", "b", "b"], ["\n"], 3, ("a\nbbb", None, 5)),
+        (["<0x0A>"] * 40, ["\n" * 34], 0, ("", "\n" * 34, 33)),
+    ],
+)
+def test_a_stop_that_is_bytes_ends_it_at_once(words, stops, least, found):
+    assert ended(words, stops, least) == found

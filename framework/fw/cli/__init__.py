@@ -147,7 +147,9 @@ def parsed(words: list[str]) -> argparse.Namespace:
     parser = whole_parser()
     completing.answer(parser)
     options, more = parser.parse_known_args(words)
-    # argparse takes positional arguments in one run only; overrides may stand after an option too.
+    # argparse takes positional arguments in one run only; a prompt and overrides may stand after an option too.
+    if getattr(options, "prompt", "") is None and more and not more[0].startswith("-"):
+        options.prompt = more.pop(0)
     overrides = [word for word in more if "=" in word and not word.startswith("-")]
     if len(overrides) < len(more) or (more and not hasattr(options, "overrides")):
         parser.error(f"unrecognized arguments: {' '.join(word for word in more if word not in overrides) or ' '.join(more)}")

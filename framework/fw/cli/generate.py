@@ -210,7 +210,7 @@ def _batch(options: argparse.Namespace) -> int:
             str(options.model),
             tell,
             chat=options.chat,
-            circumstances=circumstances_of(recipe, options.adapter, dict(adapters)),
+            circumstances=circumstances_of(recipe, options.model, options.adapter, dict(adapters)),
         )
     seconds = time.perf_counter() - begin
     kept = f", {progress.before} from before" if progress.before else ""

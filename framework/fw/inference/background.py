@@ -15,6 +15,7 @@ from fw.inference.results import Delta, Result
 Told = Delta | Result | BaseException
 """What becomes of a request: what each step adds, and in the end its result, or why there is none."""
 _T = TypeVar("_T")
+_CLOSED = "the engine was closed before the answer was whole"
 
 
 class Background:
@@ -24,6 +25,8 @@ class Background:
         self._engine = engine
         self._todo: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._listeners: dict[str, Callable[[Told], None]] = {}
+        self._closed = False
+        self._closing = threading.Lock()
         self._thread = threading.Thread(target=self._work, name="fw engine", daemon=True)
         self._thread.start()
 
@@ -50,7 +53,11 @@ class Background:
             else:
                 self._listeners[key] = tell
 
-        self._todo.put(begin)
+        with self._closing:
+            if not self._closed:
+                self._todo.put(begin)
+                return
+        tell(RuntimeError(_CLOSED))
 
     def abort(self, key: str) -> None:
         """End a request before the next step; nobody is told any more. One that has ended is none."""
@@ -76,8 +83,12 @@ class Background:
 
     def close(self) -> None:
         """End all requests, and the thread."""
-        self._todo.put(None)
+        self.end()
         self._thread.join()
+
+    def end(self) -> None:
+        """The same, without waiting for it."""
+        self._todo.put(None)
 
     def _work(self) -> None:
         closed = False
@@ -92,10 +103,12 @@ class Background:
                     self._tell(*self._engine.step())
             except Exception as error:
                 self._give_up(error)
+        with self._closing:
+            self._closed = True
         while not self._todo.empty():  # who came too late is told so, too
             if (task := self._todo.get()) is not None:
                 task()
-        self._give_up(RuntimeError("the engine was closed before the answer was whole"))
+        self._give_up(RuntimeError(_CLOSED))
 
     def _tell(self, deltas: Sequence[Delta], results: Sequence[Result]) -> None:
         for delta in deltas:

@@ -6,21 +6,24 @@ a note of which prompts and settings they belong to, until all are there.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
+import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
 
 from fw.config import PLUGINS
-from fw.errors import UserError
-from fw.inference.asking import Prompt
+from fw.errors import UserError, describe
+from fw.inference.asking import Prompt, sampling
 from fw.inference.llm import LLM
-from fw.inference.openai import Asked, answered, asked
-from fw.inference.options import Sampling
-from fw.inference.results import Result
+from fw.inference.openai import Asked, answered, asked, plain
+from fw.inference.prepare import base_of
+from fw.inference.results import Completion, Result
 from fw.recipe.inference import INFERENCE, QUANTIZATION, InferenceRecipe
 
 _AHEAD = 2
@@ -60,9 +63,11 @@ class _Line:
     asked: Asked
 
 
-def circumstances_of(recipe: InferenceRecipe, adapter: str | Path | None, adapters: Mapping[str, str | Path]) -> dict[str, Any]:
-    """What answers of a model depend on, besides it and what is asked: weights as they are read, caches, and adapters. How much is computed
-    at once, where, and within which memory is left out, so that a batch which did not fit goes on with less.
+def circumstances_of(
+    recipe: InferenceRecipe, model: str | Path, adapter: str | Path | None, adapters: Mapping[str, str | Path]
+) -> dict[str, Any]:
+    """What answers of a model depend on, besides its name and what is asked: files, weights as they are read, caches, adapters. How much is
+    computed at once, where, and within which memory is left out, so that a batch which did not fit goes on with less.
 
     Args:
         adapter: directory of the one that is part of the model.
@@ -71,12 +76,21 @@ def circumstances_of(recipe: InferenceRecipe, adapter: str | Path | None, adapte
     tree, options = recipe.config.tree, recipe.inference
     sections = {name: {"name": tree[name]} if isinstance(tree[name], str) else tree[name] for name in _SECTIONS if name in tree}
     return {
-        "adapter": None if adapter is None else str(Path(adapter)),
-        **{f"adapters {name}": str(Path(directory)) for name, directory in adapters.items()},
+        "files of the model": _files_of(base_of(model)),
+        "adapter": None if adapter is None else _files_of(Path(adapter)),
+        **{f"adapters {name}": _files_of(Path(directory)) for name, directory in adapters.items()},
         **sections,
         **{f"{INFERENCE}.{name}": getattr(options, name) for name in ("dtype", "weights", "max_context")},
         **({f"{INFERENCE}.batch_invariant": True} if options.batch_invariant else {}),
     }
+
+
+def _files_of(directory: Path) -> str:
+    """Where they are, and what changes with them: a checkpoint that is called the latest may be another one tomorrow."""
+    place = directory.resolve()
+    files = sorted(path for path in place.rglob("*") if path.suffix in (".safetensors", ".json", ".model", ".jinja") and path.is_file())
+    seen = [f"{path.relative_to(place)} {(found := path.stat()).st_size} {found.st_mtime_ns}" for path in files]
+    return f"{place}, {hashlib.sha256(json.dumps(seen).encode()).hexdigest()[:12]}"
 
 
 def run_batch(
@@ -105,22 +119,25 @@ def run_batch(
     Raises:
         UserError: the files cannot be read or written, or the answers there belong to another batch.
     """
-    defaults = llm.sampling(**settings)
+    defaults = sampling(llm.defaults, settings)
     count, digest = _looked_at(source)
     note = target.with_name(f".{target.name}.unfinished")
     belongs = {_PROMPTS: digest, "model": model, "chat": chat, **vars(defaults), **(circumstances or {})}
-    answered_before = _go_on(target, note, belongs)
-    progress = Progress(count, before=len(answered_before))
-    tell(progress)
-    try:
-        out = target.open("a", encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"--output: {target} cannot be written: {error.strerror}") from None
-    with out:
-        _answer(llm, source, out, answered_before, defaults, model, progress, tell, chat)
-        out.flush()
-        os.fsync(out.fileno())
-    note.unlink()
+    with _claimed(target, note, belongs):
+        answered_before = _answered(target, note)
+        progress = Progress(count, before=len(answered_before))
+        tell(progress)
+        try:
+            out = target.open("a", encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"--output: {target} cannot be written: {error.strerror}") from None
+        with out:
+            _answer(llm, source, out, answered_before, settings, model, progress, tell, chat)
+            out.flush()
+            os.fsync(out.fileno())
+        if progress.before + progress.done != progress.lines:
+            raise UserError(f"--input: {source} has other lines than when the batch began; {target} has answers of those that were there")
+        note.unlink()
     return progress
 
 
@@ -129,7 +146,7 @@ def _answer(
     source: Path,
     out: TextIO,
     before: set[int],
-    defaults: Sampling,
+    settings: Mapping[str, Any],
     model: str,
     progress: Progress,
     tell: Callable[[Progress], None],
@@ -149,11 +166,11 @@ def _answer(
                 given: Any = None
                 try:
                     given = _parsed(text)
-                    line = _Line(number, given, _asked(llm, given, defaults, chat))
+                    line = _Line(number, given, _asked(llm, given, settings, chat))
                     llm.engine.add(f"line {number}", llm.encode(line.asked.prompt), line.asked.sampling, adapter=line.asked.adapter)
                     running[f"line {number}"] = line
-                except UserError as error:
-                    _write(out, _refused(number, given, text, str(error)))
+                except Exception as error:  # whatever stands in a line, the others are answered
+                    _write(out, _refused(number, given, text, describe(error)))
                     progress.done, progress.failed = progress.done + 1, progress.failed + 1
             deltas, results = llm.step()
             progress.tokens += sum(delta.token is not None for delta in deltas)
@@ -175,6 +192,8 @@ def _looked_at(source: Path) -> tuple[int, str]:
     """Lines that are not empty, and a digest of all."""
     digest, count = hashlib.sha256(), 0
     try:
+        if not stat.S_ISREG(source.stat().st_mode) and not source.is_dir():
+            raise UserError(f"--input: {source} can be read once only, and a batch is read twice; write it to a file and give that")
         with source.open("rb") as file:
             for line in file:
                 digest.update(line)
@@ -186,26 +205,54 @@ def _looked_at(source: Path) -> tuple[int, str]:
     return count, digest.hexdigest()
 
 
-def _go_on(target: Path, note: Path, belongs: Mapping[str, Any]) -> set[int]:
-    """Numbers of the lines that are answered already."""
-    written = json.dumps(belongs)
+def _claimed(target: Path, note: Path, belongs: Mapping[str, Any]) -> TextIO:
+    """The note, by which answers are this batch's, and this process's as long as it is open."""
     if not note.exists():
         if target.exists():
             raise UserError(f"--output: {target} exists already; give another file, or remove it")
         target.parent.mkdir(parents=True, exist_ok=True)
-        aside = note.with_name(f"{note.name}.part")
-        aside.write_text(written)
-        aside.replace(note)
-        return set()
-    if other := _differing(json.loads(note.read_text()), json.loads(written)):
-        raise UserError(f"--output: {target} is half of another batch ({'; '.join(other)}); ask as that did, or remove it and {note}")
+        aside = note.with_name(f"{note.name}.{os.getpid()}")
+        aside.write_text(json.dumps(belongs))
+        try:
+            os.link(aside, note)  # of two that begin at once one is first
+        except FileExistsError:
+            pass
+        except OSError:  # a file system without links
+            aside.replace(note)
+        aside.unlink(missing_ok=True)
+    held = note.open()
+    try:
+        with suppress(OSError):  # a file system without locks
+            try:
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise UserError(f"--output: another process is writing {target}; wait for its end, or give another file") from None
+        if other := _differing(json.load(held), json.loads(json.dumps(belongs))):
+            raise UserError(f"--output: {target} is half of another batch ({'; '.join(other)}); ask as that did, or remove it and {note}")
+    except BaseException:
+        held.close()
+        raise
+    return held
+
+
+def _answered(target: Path, note: Path) -> set[int]:
+    """Numbers of the lines that are answered already."""
     if not target.exists():
         return set()
-    data = target.read_bytes()
-    whole = data.rfind(b"\n") + 1
-    if whole < len(data):  # the last line was being written when the run ended
-        os.truncate(target, whole)
-    return {json.loads(line)["line"] for line in data[:whole].splitlines()}
+    numbers, whole = set(), 0
+    with target.open("rb") as file:
+        for place, line in enumerate(file, 1):
+            if not line.endswith(b"\n"):  # it was being written when the run ended
+                break
+            try:
+                numbers.add(int(json.loads(line)["line"]))
+            except (ValueError, LookupError, TypeError):
+                raise UserError(
+                    f"--output: line {place} of {target} is no answer of a batch; remove that line, or the file and {note}"
+                ) from None
+            whole += len(line)
+    os.truncate(target, whole)
+    return numbers
 
 
 def _differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
@@ -222,10 +269,10 @@ def _shown(value: Any) -> str:
 
 
 def _lines(source: Path) -> Iterator[tuple[int, str]]:
-    with source.open(encoding="utf-8", errors="surrogateescape") as file:
-        for number, text in enumerate(file, 1):
-            if text.strip():
-                yield number, text
+    with source.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if line.strip():
+                yield number, line.decode("utf-8-sig" if number == 1 else "utf-8", errors="surrogateescape")
 
 
 def _parsed(text: str) -> Mapping[str, Any]:
@@ -245,14 +292,12 @@ def _parsed(text: str) -> Mapping[str, Any]:
     return given
 
 
-def _asked(llm: LLM, given: Mapping[str, Any], defaults: Sampling, chat: bool) -> Asked:
+def _asked(llm: LLM, given: Mapping[str, Any], settings: Mapping[str, Any], chat: bool) -> Asked:
     if "body" in given:
         if not isinstance(given["body"], dict):
             raise UserError("body: not a JSON object")
-        found = asked(llm, str(given.get("url")), given["body"])
-        if found.chat:
-            _check_messages(found.prompt)
-        return found
+        found = asked(llm, str(given.get("url")), given["body"], settings)
+        return replace(found, prompt=_messages(found.prompt)) if found.chat else found
     kinds = [key for key in ("prompt", "messages") if key in given]
     if len(kinds) != 1:
         raise UserError("a line has either 'prompt', or 'messages', or OpenAI's 'custom_id', 'url' and 'body'")
@@ -262,19 +307,20 @@ def _asked(llm: LLM, given: Mapping[str, Any], defaults: Sampling, chat: bool) -
         raise UserError(f"adapter: {adapter!r} is no name; give that of one that is loaded, or leave it out")
     prompt = given[kinds[0]]
     if kinds == ["messages"]:
-        _check_messages(prompt)
+        prompt = _messages(prompt)
     elif chat:
         if not isinstance(prompt, str):
             raise UserError(f"prompt: {prompt!r} is not what a user says; give a text, or 'messages'")
         prompt = [{"role": "user", "content": prompt}]
-    return Asked(prompt, llm.sampling(**{**vars(defaults), **own}), chat=chat or kinds == ["messages"], adapter=adapter)
+    return Asked(prompt, sampling(llm.defaults, {**settings, **own}), chat=chat or kinds == ["messages"], adapter=adapter)
 
 
-def _check_messages(given: Prompt) -> None:
-    """Refuse what would be read as text or ids."""
+def _messages(given: Prompt) -> list[dict[str, Any]]:
+    """As templates take them; refuses what would be read as text or ids."""
     many = given if isinstance(given, Sequence) else []
     if not many or not all(isinstance(each, Mapping) and isinstance(each.get("role"), str) for each in many):
         raise UserError(f"messages: {given!r} is no list of messages with role and content")
+    return [plain(each) for each in many if isinstance(each, Mapping)]
 
 
 def _told(llm: LLM, line: _Line, result: Result, model: str) -> dict[str, Any]:
@@ -291,15 +337,26 @@ def _told(llm: LLM, line: _Line, result: Result, model: str) -> dict[str, Any]:
     first = result.completions[0]
     told: dict[str, Any] = {"line": line.number, **_named(line.given), "text": first.text, "token_ids": first.token_ids}
     told["finish_reason"] = first.finish_reason
-    sampling = line.asked.sampling
-    if sampling.logprobs is not None:
-        told["logprobs"] = first.logprobs
-    if sampling.logprobs:
-        told["top_logprobs"] = first.top_logprobs
-    if sampling.prompt_logprobs is not None:
+    told |= _logprobs(line, first)
+    if line.asked.sampling.prompt_logprobs is not None:
         told["prompt_logprobs"] = result.prompt_logprobs
+    if line.asked.sampling.prompt_logprobs:
+        told["prompt_top_logprobs"] = result.prompt_top_logprobs
     if len(result.completions) > 1:
-        told["others"] = [{"text": c.text, "token_ids": c.token_ids, "finish_reason": c.finish_reason} for c in result.completions[1:]]
+        told["others"] = [
+            {"text": c.text, "token_ids": c.token_ids, "finish_reason": c.finish_reason, **_logprobs(line, c)}
+            for c in result.completions[1:]
+        ]
+    return told
+
+
+def _logprobs(line: _Line, completion: Completion) -> dict[str, Any]:
+    """Of its tokens, as far as they were asked for."""
+    told: dict[str, Any] = {}
+    if line.asked.sampling.logprobs is not None:
+        told["logprobs"] = completion.logprobs
+    if line.asked.sampling.logprobs:
+        told["top_logprobs"] = completion.top_logprobs
     return told
 
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+import weakref
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -13,13 +16,14 @@ from typing import Any
 from fw.bars import Bar
 from fw.config import Config, format_size
 from fw.config.origin import Origin
-from fw.errors import UserError
+from fw.errors import UserError, describe
 from fw.inference import asking
 from fw.inference.asking import Prompt
 from fw.inference.background import Background, Told
 from fw.inference.load import load, weight_bytes
 from fw.inference.options import Sampling
 from fw.inference.results import Delta, Pooling, Result
+from fw.inference.uninterrupted import uninterrupted
 from fw.recipe.inference import INFERENCE, InferenceRecipe, resolve_inference
 
 
@@ -70,6 +74,7 @@ class LLM:
         self._keys = count()
         self._listeners: dict[str, Callable[[Delta | Result], None]] = {}
         self._background: Background | None = None
+        self._beginning = threading.Lock()
 
     def __repr__(self) -> str:
         memory = f"weights of {format_size(self.weight_bytes)}, keys and values in {format_size(self.kv_budget_bytes)}"
@@ -85,6 +90,11 @@ class LLM:
             UserError: one that is not known, or a wrong value.
         """
         return asking.sampling(self.defaults, settings)
+
+    def _wanted(self, sampling: Sampling | None, settings: Mapping[str, Any]) -> Sampling:
+        if sampling is not None and settings:
+            raise UserError(f"give either sampling or {', '.join(settings)}, not both")
+        return sampling or asking.sampling(self.defaults, settings)
 
     @property
     def adapters(self) -> list[str]:
@@ -144,12 +154,11 @@ class LLM:
             progress: show a bar.
 
         Raises:
-            UserError: a prompt that cannot be answered, by its number; none has been answered then.
+            UserError: a prompt that cannot be answered, by its number; none has been answered then. One of several that could not be
+                answered to its end is among the results, with ``error``; of a single prompt that is raised as well.
         """
-        if sampling is not None and settings:
-            raise UserError(f"give either sampling or {', '.join(settings)}, not both")
+        wanted = self._wanted(sampling, settings)
         self._alone()
-        wanted = sampling or self.sampling(**settings)
         many = _many(prompts)
         with_adapter = [adapter] * len(many) if adapter is None or isinstance(adapter, str) else list(adapter)
         if len(with_adapter) != len(many):
@@ -168,8 +177,8 @@ class LLM:
                     bar.update(len(found) - before)
         finally:
             self._leave(keys)
-        if failed := [number for number, key in enumerate(keys) if found[key].error]:
-            raise UserError(f"prompt {failed[0]}: {found[keys[failed[0]]].error}")
+        if len(keys) == 1 and (why := found[keys[0]].error):
+            raise UserError(why)
         return [found[key] for key in keys]
 
     def embed(self, prompts: Prompt | Sequence[Prompt], pooling: Pooling = "mean", *, adapter: str | None = None) -> list[list[float]]:
@@ -206,7 +215,7 @@ class LLM:
         key = f"prompt {next(self._keys)}"
         told: deque[Delta | Result] = deque()
         try:
-            self._add(key, prompt, sampling or self.sampling(**settings), told.append, adapter)
+            self._add(key, prompt, self._wanted(sampling, settings), told.append, adapter)
             while True:
                 while not told:
                     self.step()
@@ -221,23 +230,35 @@ class LLM:
             self._leave([key])
 
     def step(self) -> tuple[list[Delta], list[Result]]:
-        """A step of the engine, as :meth:`fw.inference.engine.Engine.step`: for who has added requests to it.
+        """A step of the engine, as :meth:`fw.inference.engine.Engine.step`: for who has added requests to it. Ctrl-C waits for its end.
 
         Returns:
             What came of these; what came of this object's own is kept for who asked.
         """
         if not len(self.engine) and self._listeners:
             raise RuntimeError("requests are gone from the engine whose results nobody has: step by LLM.step, and not by the engine's own")
-        deltas, results = self.engine.step()
-        own = self._listeners
-        others = [delta for delta in deltas if delta.key not in own], [result for result in results if result.key not in own]
-        for delta in deltas:
-            if (tell := own.get(delta.key)) is not None:
-                tell(delta)
-        for result in results:
-            if (tell := own.pop(result.key, None)) is not None:
-                tell(result)
+        with uninterrupted():
+            try:
+                deltas, results = self.engine.step()
+            except Exception as error:
+                self._lost(error)
+                raise
+            own = self._listeners
+            others = [delta for delta in deltas if delta.key not in own], [result for result in results if result.key not in own]
+            for delta in deltas:
+                if (tell := own.get(delta.key)) is not None:
+                    tell(delta)
+            for result in results:
+                if (tell := own.pop(result.key, None)) is not None:
+                    tell(result)
         return others
+
+    def _lost(self, error: Exception) -> None:
+        """How far those are that began is not known: they end, and who has them is told."""
+        for key in self.engine.begun:
+            result = self.engine.abort(key)
+            if result is not None and (tell := self._listeners.pop(key, None)) is not None:
+                tell(replace(result, error=describe(error)))
 
     def _add(
         self,
@@ -273,10 +294,12 @@ class LLM:
         """
         if self._listeners:
             raise UserError("a stream is open, which makes steps of its own; read it to its end or close() it, or use astream for both")
-        wanted, ids = sampling or self.sampling(**settings), self.encode(prompt)
-        if self._background is None:
-            self._background = Background(self.engine)
-        background = self._background  # the one that has the request, whoever closes it meanwhile
+        wanted, ids = self._wanted(sampling, settings), self.encode(prompt)
+        with self._beginning:
+            if self._background is None:
+                self._background = Background(self.engine)
+                weakref.finalize(self, self._background.end)  # its thread holds the engine, and would for ever
+            background = self._background  # the one that has the request, whoever closes it meanwhile
         key, loop = f"prompt {next(self._keys)}", asyncio.get_running_loop()
         told: asyncio.Queue[Told] = asyncio.Queue()
         background.add(key, ids, wanted, lambda each: _pass_on(loop, told, each), priority, adapter)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -39,6 +40,7 @@ _SAME = (
     "regex",
     "grammar",
 )
+_FORMS = ("json_schema", "regex", "grammar")
 _WITHOUT_EFFECT = ("model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
 """What says who asks or what is kept, not what is answered."""
 _LOST = 64
@@ -62,8 +64,11 @@ class Asked:
     adapter: str | None = None
 
 
-def asked(model: Model, url: str, body: Mapping[str, Any]) -> Asked:
+def asked(model: Model, url: str, body: Mapping[str, Any], otherwise: Mapping[str, Any] | None = None) -> Asked:
     """Understand a body.
+
+    Args:
+        otherwise: settings that it has where it does not say.
 
     Raises:
         UserError: a field that is missing, wrong, or not honoured.
@@ -84,13 +89,18 @@ def asked(model: Model, url: str, body: Mapping[str, Any]) -> Asked:
         settings["top_k"] = 0
     if settings.get("top_p") == 0:  # OpenAI's word for the likeliest alone
         settings["top_p"] = sys.float_info.min
+    said = dict(otherwise or {})
     if "max_tokens" not in settings:
-        settings["max_tokens"] = None if chat else 16
-    settings["logprobs"] = _logprobs(rest, chat)
+        settings["max_tokens"] = said.get("max_tokens", None if chat else 16)
+    if "logprobs" in rest or "logprobs" not in said:
+        said["logprobs"] = _logprobs(rest, chat)
     form = _form(rest.pop("response_format", None))
     if form and "json_schema" in settings:
         raise UserError("response_format and json_schema: an answer has one form; give one of them")
     settings |= form
+    if any(name in settings for name in _FORMS):  # an answer has one
+        said = {name: value for name, value in said.items() if name not in _FORMS}
+    settings = {**said, **settings}
     if not chat and "best_of" in rest:
         settings["best_of"] = rest.pop("best_of")
     echo = not chat and bool(rest.pop("echo", False))
@@ -103,6 +113,41 @@ def asked(model: Model, url: str, body: Mapping[str, Any]) -> Asked:
         raise UserError(f"'{name}' is not honoured{did_you_mean(name, [*_SAME, 'max_tokens', 'logprobs'])}; leave it out")
     adapter = body.get("model")
     return Asked(prompt, sampling(model.defaults, settings), chat, echo, adapter if adapter in model.adapters else None)
+
+
+def plain(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message as templates expect it: one text, and arguments of calls as objects.
+
+    Raises:
+        UserError: its content is more than text, or the arguments of a call are no JSON.
+    """
+    told = {name: value for name, value in message.items() if value is not None}
+    content = told.setdefault("content", "")
+    if isinstance(content, list):
+        if not all(isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str) for part in content):
+            raise UserError("messages: content has parts that are no text; models here read text alone")
+        told["content"] = "\n".join(part["text"] for part in content)
+    elif not isinstance(content, str):
+        raise UserError(f"messages: content {content!r} is neither a text nor a list of parts with text")
+    if told.get("role") == "developer":
+        told["role"] = "system"
+    if isinstance(calls := told.get("tool_calls"), list):
+        told["tool_calls"] = [_for_template(call) for call in calls]
+    return told
+
+
+def _for_template(call: Any) -> Any:
+    """A call that was made, with arguments as an object, which is what templates write."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    arguments = function.get("arguments") if isinstance(function, Mapping) else None
+    if not isinstance(arguments, str):
+        return call
+    try:
+        value = json.loads(arguments) if arguments.strip() else {}
+    except (ValueError, RecursionError):
+        raise UserError(f"messages: the arguments of a call are no JSON: {arguments[:80]}") from None
+    assert function is not None
+    return {**call, "function": {**function, "arguments": value}}
 
 
 def _form(wanted: Any) -> dict[str, Any]:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import mmap
 import os
 import pickle
-import signal
 import subprocess
 import tempfile
 import threading
@@ -27,6 +26,7 @@ from fw.inference.collective import Collective, Group
 from fw.inference.divided import Several
 from fw.inference.mirrored import Mirrored
 from fw.inference.steady import Way
+from fw.inference.uninterrupted import uninterrupted
 from fw.kernels import meeting
 from fw.kernels.meeting import Meeting
 from fw.kinds.kv_cache import KVCache
@@ -136,7 +136,7 @@ class First(Several):
         ]
         calls, forgotten = self._calls[:], self._forgotten[:]
         del self._calls[: len(calls)], self._forgotten[: len(forgotten)]
-        with _uninterrupted():
+        with uninterrupted():
             try:
                 self._tell("step", calls, forgotten, way, told)
                 yield
@@ -245,19 +245,3 @@ def _memory(size: int) -> tuple[mmap.mmap, int]:
         file = handle
     os.ftruncate(file, size)
     return mmap.mmap(file, size), file
-
-
-@contextmanager
-def _uninterrupted() -> Iterator[None]:
-    """Ctrl-C waits."""
-    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) is None:
-        yield
-        return
-    came: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-        if came:
-            signal.raise_signal(signal.SIGINT)

@@ -50,9 +50,13 @@ class Scheduler:
 
     def remove(self, answer: Answer) -> None:
         """It needs nothing more."""
-        for those in (self.running, self.waiting):
-            if answer in those:
-                those.remove(answer)
+        if answer in self.running:
+            self.running.remove(answer)
+        else:  # of which there may be very many
+            at = bisect.bisect_left(self.waiting, answer.order, key=lambda each: each.order)
+            at = next((n for n in range(at, len(self.waiting)) if self.waiting[n] is answer or self.waiting[n].order != answer.order), at)
+            if at < len(self.waiting) and self.waiting[at] is answer:
+                del self.waiting[at]
         self.cache.release(answer.number)
 
     def step(self) -> list[tuple[Answer, Stretch]]:

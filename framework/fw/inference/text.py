@@ -21,30 +21,39 @@ class AnswerText:
         self._stops, self._least = stops, least
         self._tokens = 0
         self._held = ""
+        self._before = 0
+        """Characters that came before any text could end it."""
         self.given = ""
         self.stopped_by: str | None = None
 
     def push(self, token: int) -> str:
         """What a further token completes. After it :attr:`stopped_by` says whether a text has ended it."""
         self._tokens += 1
-        return self._give(self._stream.push(token), last=False)
+        more = self._stream.push(token)
+        return self._give(more, self._stream.ahead() if self._stops else "", last=False)
 
     def finish(self) -> str:
         """The rest."""
-        return self._give(self._stream.finish(), last=True)
+        return self._give(self._stream.finish(), "", last=True)
 
-    def _give(self, more: str, last: bool) -> str:
+    def _give(self, more: str, ahead: str, last: bool) -> str:
         if self.stopped_by is not None:
             return ""
         text = self._held + more
         if self._tokens >= self._least:
-            found = min(((at, -len(stop), stop) for stop in self._stops if (at := text.find(stop)) >= 0), default=None)
+            found = min(((at, -len(stop), stop) for stop in self._stops if (at := self._find(stop, text + ahead)) >= 0), default=None)
             if found is not None:
                 self.stopped_by, self._held = found[2], ""
-                return self._given(text[: found[0]])
+                return self._given((text + ahead)[: found[0]])
+        else:
+            self._before = len(self.given) + len(text) + len(ahead)
         held = 0 if last else max((_begins(text, stop) for stop in self._stops), default=0)
         self._held = text[len(text) - held :]
         return self._given(text[: len(text) - held])
+
+    def _find(self, stop: str, text: str) -> int:
+        """Where it is in what comes after what was given, if any of it came when it could end it."""
+        return text.find(stop, max(0, self._before - len(self.given) - len(stop) + 1))
 
     def _given(self, text: str) -> str:
         self.given += text

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import json
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any
 
 from fw.errors import UserError
-from fw.inference.openai import CHAT, Asked, chat_logprobs, choice, head, usage
+from fw.inference.openai import CHAT, Asked, chat_logprobs, choice, head, plain, usage
 from fw.inference.results import Completion, Delta, Result
 from fw.server import tool_calls
 from fw.server.api import Api, Begun
@@ -182,31 +181,15 @@ async def conversation(api: Api, messages: Sequence[Message], tools: Sequence[To
 
 
 def _plain(message: Message) -> dict[str, Any]:
-    """As templates expect it: one text, and arguments of calls as objects."""
-    plain = message.model_dump(exclude_none=True)
-    if isinstance(message.content, list):
-        plain["content"] = "\n".join(part.text for part in message.content)
-    if plain["role"] == "developer":
-        plain["role"] = "system"
-    if message.tool_calls:
-        plain["tool_calls"] = [_for_template(call) for call in message.tool_calls]
-    plain.setdefault("content", "")
-    return plain
-
-
-def _for_template(call: Mapping[str, Any]) -> dict[str, Any]:
-    """A call that was made, with arguments as an object, which is what templates write."""
-    function = call.get("function")
-    arguments = function.get("arguments") if isinstance(function, dict) else None
-    if not isinstance(arguments, str):
-        return dict(call)
-    check_shape(arguments.encode(errors="replace"))
+    """As templates expect it."""
+    told = message.model_dump(exclude_none=True)
+    for call in told.get("tool_calls", ()):
+        if isinstance(function := call.get("function"), dict) and isinstance(arguments := function.get("arguments"), str):
+            check_shape(arguments.encode(errors="replace"))
     try:
-        value = json.loads(arguments) if arguments.strip() else {}
-    except ValueError:
-        raise wrong(f"messages: the arguments of a call are no JSON: {arguments[:80]}", "messages") from None
-    assert isinstance(function, dict)
-    return {**call, "function": {**function, "arguments": value}}
+        return plain(told)
+    except UserError as error:
+        raise wrong(str(error), "messages") from None
 
 
 def _tools(api: Api, body: ChatRequest) -> tuple[Tools | None, dict[str, Any]]:

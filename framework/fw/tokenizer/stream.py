@@ -7,6 +7,7 @@ they come and keeps only what may still change, so the cost of a token does not 
 from __future__ import annotations
 
 import codecs
+import copy
 import json
 import re
 from abc import ABC, abstractmethod
@@ -55,6 +56,16 @@ class TextStream:
         for step in self._steps:
             tokens = [piece for token in tokens for piece in step.push(token)]
         return "".join(tokens)
+
+    def ahead(self) -> str:
+        """Whole characters that are held back: how the text goes on if it ends here."""
+        for place, step in enumerate(self._steps):
+            if isinstance(step, _ByteFallback) and (text := step.whole()):
+                tokens = [text]
+                for later in copy.deepcopy(self._steps[place + 1 :]):
+                    tokens = [piece for token in tokens for piece in later.push(token)]
+                return "".join(tokens)
+        return ""
 
     def finish(self) -> str:
         """The rest; the stream is then as new."""
@@ -150,6 +161,10 @@ class _ByteFallback(_Step):
             return []
         text, self._run = self._run[:whole].decode(), self._run[whole:]
         return [text] if text else []
+
+    def whole(self) -> str:
+        """Characters that are held back."""
+        return "" if self._broken else self._run[: _whole_characters(self._run) or 0].decode()
 
     @staticmethod
     def byte_of(token: str) -> bytes | None:
