@@ -10,8 +10,8 @@ import pytest
 from hypothesis import HealthCheck, settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
+from crowd import ADAPTERS, CONTEXT, END, SIZE, VOCABULARY, Crowd, some_prompt
 from fw.errors import UserError
-from inference.crowd import ADAPTERS, CONTEXT, END, SIZE, VOCABULARY, Crowd, some_prompt
 
 
 @pytest.mark.parametrize(("speculate", "overlap"), [(0, False), (3, False), (0, True)])

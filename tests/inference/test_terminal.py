@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 import os
+import subprocess
+import sys
 
 import pytest
 from peft import LoraConfig, get_peft_model
@@ -12,6 +14,7 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 
 import fw as library
+from conftest import fw
 from fw.cli import generate, main
 from fw.inference import batch
 
@@ -275,3 +278,40 @@ def test_the_bar_of_half_a_file(directory, tmp_path, monkeypatch):
     assert main(words) == 0
     (seconds,) = {seconds for seconds, text in said if text.startswith("generating: 75%, 3 of 4 lines, ")}
     assert any(text.startswith(f"generating: 75%, 3 of 4 lines, {tqdm.format_interval(seconds)} left") for _, text in said)
+
+
+def test_the_terminal(directory, tmp_path):
+    llm = library.LLM(directory)
+    (expected,) = llm.generate("the fox", temperature=0, max_tokens=9)
+    given = ["--temperature", "0", "--max-tokens", "9"]
+    assert fw("generate", str(directory), "the fox", *given).ok().out == expected.text + "\n"
+    assert fw("generate", str(directory), "the fox", *given, "kv_cache=contiguous", "inference.dtype=fp32").ok().out == expected.text + "\n"
+    (chat,) = llm.generate([{"role": "user", "content": "who"}], temperature=0, max_tokens=9)
+    assert fw("generate", str(directory), "who", "--chat", *given).ok().out == chat.text + "\n"
+    for words, said in (
+        (["the fox", "--top-p", "7"], "top_p: 7.0 is not between 0 and 1"),
+        (["the fox", "kv_cache=pagde"], "did you mean 'paged'"),
+        (["the fox", "train.max_steps=3"], "section 'train' means nothing here; it is a training run's; give it to fw train"),
+        (["--input", "nothing.jsonl"], "--input and --output go together"),
+        (["--input", "nothing.jsonl", "--output", str(tmp_path / "o")], "nothing.jsonl cannot be read"),
+        (["the fox", "--n", "2"], "several answers come with --input"),
+    ):
+        found = fw("generate", str(directory), *words)
+        assert found.code == 2 and said in found.err, found.err
+    none = fw("generate", str(tmp_path / "nowhere"), "a")
+    assert none.code == 2 and "no such directory" in none.err
+
+
+def test_talking(directory):
+    llm = library.LLM(directory)
+    first = [{"role": "user", "content": "who"}]
+    (one,) = llm.generate(first, temperature=0, max_tokens=9)
+    second = [*first, {"role": "assistant", "content": one.text}, {"role": "user", "content": "why"}]
+    (two,) = llm.generate(second, temperature=0, max_tokens=9)
+    found = subprocess.run(
+        [sys.executable, "-m", "fw", "chat", str(directory), "--temperature", "0", "--max-tokens", "9"],
+        input="who\n\nwhy\n/new\nwho\n/exit\nwho\n",
+        capture_output=True,
+        text=True,
+    )
+    assert found.returncode == 0 and found.stdout == f"{one.text}\n{two.text}\n{one.text}\n", found.stderr

@@ -6,15 +6,13 @@ import pytest
 import torch
 
 from fw.kernels import attention
-from fw.kernels.build import NotCompiled, library
-from fw.kernels.calls import Kernel
 from fw.kinds.kv_cache import KVNeeds, Stretch
 from fw.kinds.model import KVShape
 from fw_plugins.kv_cache import in_blocks
 from fw_plugins.kv_cache.blocks import BlockPool
 from fw_plugins.kv_cache.in_blocks import Bounds, CacheInBlocks
 from fw_plugins.kv_cache.keeping import Float8, Int4, Int8, Plain
-from kernels.flags import NO_PAIRS, NO_TILES
+from kernels.flags import NO_PAIRS, NO_TILES, TILES_IN_SOFTWARE, compiled_so
 
 CPU = torch.device("cpu")
 LENGTHS = (1, 5, 255, 256, 257, 700, 3)
@@ -45,24 +43,17 @@ def cache_for(dtype, kv_heads, dim, window=None, keeping=None, bounds=None, leng
     return cache
 
 
-LESS = {"kernel without tiles": NO_TILES, "kernel without pairs": NO_PAIRS}
+OTHERS = {"kernel without tiles": NO_TILES, "kernel without pairs": NO_PAIRS, "kernel by tiles in software": TILES_IN_SOFTWARE}
 
 
-@pytest.fixture(params=["kernel", *LESS, "operators"])
+@pytest.fixture(params=["kernel", *OTHERS, "operators"])
 def how(request, monkeypatch):
     if request.param == "operators":
         monkeypatch.setattr(in_blocks, "available", lambda *_: False)
     elif not attention.available(torch.float32, CPU):
         pytest.skip("no compiler")
-    if request.param in LESS:
-        flags = LESS[request.param]
-        try:
-            library(*flags)
-        except NotCompiled as reason:
-            pytest.skip(str(reason))
-        for name in ("_ATTEND", "_KEEP"):
-            kernel = getattr(attention, name)
-            monkeypatch.setattr(attention, name, Kernel(kernel.name, kernel.arguments, flags))
+    if request.param in OTHERS:
+        compiled_so(monkeypatch, OTHERS[request.param], attention, "_ATTEND", "_KEEP")
     return request.param
 
 

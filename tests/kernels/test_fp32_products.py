@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from fw.kernels import fp32_products
 from fw.kernels.build import NotCompiled, library
-from fw.kernels.fp32_products import active, in_place_of_torch
+from fw.kernels.fp32_products import in_place_of_torch, multiplied
 from fw.meter.allocations import allocations
 
 SHAPES = ((1, 1, 1), (13, 17, 33), (12, 512, 32), (100, 700, 75), (7, 512, 5000), (261, 1030, 47), (3, 4100, 31), (600, 3, 64))
@@ -22,9 +22,10 @@ def computes(monkeypatch):
     """Whatever processor this is, and however small a product; returns what the kernel was given."""
     if not hasattr(torch.library, "get_kernel"):
         pytest.skip("this torch does not give away an operator's own kernel")
+    if torch.backends.cpu.get_cpu_capability() != "AVX512":
+        pytest.skip("no AVX-512")
     try:
-        if not library().fw_products_of_fp32_are_there():
-            pytest.skip("no AVX-512")
+        library()
     except NotCompiled as why:
         pytest.skip(str(why))
     monkeypatch.setenv("FW_TRAINING_KERNELS", "on")
@@ -60,7 +61,7 @@ def test_products(computes, rows, inner, columns, a_turned, b_turned):
     assert len(computes) == 5
     computes.clear()
     a_MK @ b_KN
-    assert not computes and not active()
+    assert not computes
 
 
 def test_parts_of_larger_matrices():
@@ -140,21 +141,30 @@ def test_it_ends_with_the_last_who_wants_it(computes):
     x = torch.randn(64, 64)
     with in_place_of_torch():
         with in_place_of_torch():
-            assert active()
+            x @ x
         x @ x
-    assert len(computes) == 1 and not active()
+    x @ x
+    assert len(computes) == 2
 
 
-def test_torch_s_are_kept_on_demand(monkeypatch, computes):
-    monkeypatch.setenv("FW_TRAINING_KERNELS", "off")
+@pytest.mark.parametrize("why", ["asked for", "as fast"])
+def test_torch_s_are_kept(monkeypatch, computes, why):
+    if why == "asked for":
+        monkeypatch.setenv("FW_TRAINING_KERNELS", "off")
+    else:
+        monkeypatch.setattr(fp32_products, "_pays", lambda: False)
+    x = torch.randn(64, 64)
     with in_place_of_torch():
-        assert not active()
+        assert torch.equal(x @ x, multiplied(x, x))
+    assert not computes
 
 
-def test_torch_s_are_kept_where_they_are_as_fast(monkeypatch, computes):
-    monkeypatch.setattr(fp32_products, "_pays", lambda: False)
-    with in_place_of_torch():
-        assert not active()
+def test_rates_are_of_what_computes_a_run(computes):
+    """A share of more than all there is would be told else."""
+    a, b = torch.randn(64, 32), torch.randn(32, 48)
+    close(multiplied(a, b), a.double() @ b.double())
+    assert len(computes) == 1
+    assert torch.equal(multiplied(a.double(), b.double()), a.double() @ b.double()) and len(computes) == 1
 
 
 def test_few_numbers_and_single_rows_are_torch_s(monkeypatch, computes):

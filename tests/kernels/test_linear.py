@@ -10,16 +10,20 @@ from fw.kernels import elementwise, grouped, linear
 from fw.kernels.build import NotCompiled, library
 from fw.kernels.calls import Kernel
 from fw.kernels.room import Room
-from kernels.flags import ANY_PROCESSOR, AVX2, NO_TILES
+from kernels.flags import ANY_PROCESSOR, AVX2, NO_TILES, TILES_IN_SOFTWARE, compiled_so
+
+WAYS = {
+    "this processor": (),
+    "without tiles": NO_TILES,
+    "tiles in software": TILES_IN_SOFTWARE,
+    "256 bits": AVX2,
+    "any processor": ANY_PROCESSOR,
+}
 
 
-@pytest.fixture(params=[(), NO_TILES, AVX2, ANY_PROCESSOR], ids=["this processor", "without tiles", "256 bits", "any processor"])
+@pytest.fixture(params=WAYS.values(), ids=WAYS)
 def kernel(request, monkeypatch):
-    try:
-        library(*request.param)
-    except NotCompiled as reason:
-        pytest.skip(str(reason))
-    monkeypatch.setattr(linear, "LINEAR", Kernel(linear.LINEAR.name, linear.LINEAR.arguments, request.param))
+    compiled_so(monkeypatch, request.param, linear, "LINEAR")
 
 
 def layer(outputs: int, inputs: int, bias: bool) -> torch.nn.Linear:

@@ -7,14 +7,18 @@ import torch
 import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from fw.kernels import lowrank, matrix
+from fw.kernels import lowrank
 from fw.kernels.build import with_threads
 from fw_plugins.peft.lora_layers import LoraLinear, add_to_linear
-
-pytestmark = pytest.mark.skipif(not matrix.available(), reason="this processor has no AMX, and torch's products are used")
+from kernels.flags import with_tiles
 
 SHAPES = [(70, 64, 100, 16), (33, 50, 34, 40), (1, 64, 64, 4), (200, 320, 96, 1)]
 """Tokens, features in and out, rank."""
+
+
+@pytest.fixture(autouse=True)
+def tiles(monkeypatch):
+    with_tiles(monkeypatch, lowrank, "_FORWARD", "_BACKWARD")
 
 
 def factors(tokens, inner, outer, rank, *, dtype=torch.float32, wants_x=True):

@@ -8,10 +8,14 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fw.kernels import matrix
 from fw.kernels.build import with_threads
-
-pytestmark = pytest.mark.skipif(not matrix.available(), reason="this processor has no AMX, and torch's products are used")
+from kernels.flags import with_tiles
 
 SHAPES = [(1, 1, 1), (33, 51, 70), (64, 512, 256), (100, 2050, 96), (300, 4999, 40)]
+
+
+@pytest.fixture(autouse=True)
+def tiles(monkeypatch):
+    with_tiles(monkeypatch, matrix, "_PRODUCT")
 
 
 def factors(rows, inner, columns, *, a_turned, b_turned, dtype):

@@ -90,20 +90,10 @@ def test_what_a_processor_has_no_products_in_is_not_measured(monkeypatch, has_bf
     """Torch's loops in it would take tens of seconds before the first step, and be no peak."""
     asked = []
     monkeypatch.setattr(flops, "multiplies", lambda dtype: has_bf16 and dtype == torch.bfloat16)
-    monkeypatch.setattr(flops, "_of_products", lambda device, dtype, *_: asked.append(dtype) or 1.0)
+    monkeypatch.setattr(flops, "_of_products", lambda device, dtype, threads: asked.append(dtype) or 1.0)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         flops.peak_flops(torch.device("cpu"), dtype)
     assert asked == [torch.float32, torch.bfloat16 if has_bf16 else torch.float32, torch.float32]
-
-
-def test_what_computes_a_run_s_products_is_what_they_are_measured_by(monkeypatch):
-    """A share of more than all there is would be said else."""
-    asked = []
-    monkeypatch.setattr(flops, "_of_products", lambda device, dtype, threads, by_own_kernel: asked.append(by_own_kernel) or 1.0)
-    monkeypatch.setattr(flops.fp32_products, "active", lambda: bool(asked))
-    for _ in range(2):
-        flops.peak_flops(torch.device("cpu"), torch.float32)
-    assert asked == [False, True]
 
 
 def test_products_have_their_memory():

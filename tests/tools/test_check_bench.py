@@ -36,9 +36,9 @@ def test_more_than_a_tenth_is_behind():
 def test_figures_of_the_same_machine_else_the_last(monkeypatch):
     machines = {"one": {"case": a_case(1.0, "2026-03-01")}, "other": {"case": a_case(2.0, "2026-02-01")}}
     monkeypatch.setattr(benchmarks, "machine", lambda: "other")
-    assert check.figures(machines) is machines["other"]
+    assert check.figures(machines) == ("other", machines["other"])
     monkeypatch.setattr(benchmarks, "machine", lambda: "a third")
-    assert check.figures(machines) is machines["one"]
+    assert check.figures(machines) == ("one", machines["one"])
 
 
 def test_each_machine_keeps_its_table(monkeypatch, tmp_path):

@@ -43,16 +43,17 @@ def fallen(before: Mapping[str, float], now: Mapping[str, float]) -> list[str]:
     return said
 
 
-def figures(machines: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Any]:
-    """By case: those of this machine, where it is in the table, else the last ones."""
-    return machines.get(benchmarks.machine()) or benchmarks.latest(machines)[1]
+def figures(machines: Mapping[str, Mapping[str, Any]]) -> tuple[str, Mapping[str, Any]]:
+    """Whose they are, and by case: those of this machine, where it is in the table, else the last ones."""
+    here = benchmarks.machine()
+    return (here, machines[here]) if here in machines else benchmarks.latest(machines)
 
 
 def main() -> None:
     """Measure and compare."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     table = benchmarks.DOCS / "benchmarks.json"
-    kept = figures(json.loads(table.read_text())["training"]) if table.exists() else {}
+    machine, kept = figures(json.loads(table.read_text())["training"]) if table.exists() else ("", {})
     parser.add_argument("--cases", nargs="+", default=list(kept), choices=list(kept), metavar="CASE", help=f"of: {'; '.join(kept)}")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=12)
@@ -64,8 +65,7 @@ def main() -> None:
     if not kept:
         parser.error(f"{table}: there is none to compare with; tools/bench training --write makes it")
     worse = []
-    if benchmarks.machine() not in json.loads(table.read_text())["training"]:
-        print(f"{benchmarks.machine()} is not in the table; what follows is compared with another machine's")
+    print(f"compared with {machine}{'' if machine == benchmarks.machine() else ', another machine than this'}")
     for name in options.cases:
         ways = compared(kept[name]["ways"])
         before = benchmarks.ratios({**kept[name], "ways": {way: kept[name]["ways"][way] for way in ways}})

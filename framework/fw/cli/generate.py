@@ -182,7 +182,8 @@ def _batch(options: argparse.Namespace) -> int:
     import time
 
     from fw.bars import Bar
-    from fw.inference.batch import Progress, circumstances_of, run_batch
+    from fw.inference.batch import Progress, run_batch
+    from fw.inference.batch_files import circumstances_of
     from fw.meter.bandwidth import read_bandwidth
 
     recipe, adapters = _recipe(options), _named_adapters(options)

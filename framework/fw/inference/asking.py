@@ -14,6 +14,9 @@ Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 """Text, token ids, or a conversation as messages with ``role`` and ``content``."""
 
 
+_FORMS = ("json_schema", "regex", "grammar")
+
+
 class Model(Protocol):
     """What requests are asked of."""
 
@@ -36,6 +39,12 @@ def sampling(defaults: Sampling, settings: Mapping[str, Any]) -> Sampling:
         if name not in names:
             raise UserError(f"a request has no '{name}'{did_you_mean(name, names)} (it has: {', '.join(names)})")
     return dataclasses.replace(defaults, **settings)
+
+
+def over(otherwise: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of a request, and those of all requests where it does not say. An answer has one form."""
+    has_form = any(own.get(name) is not None for name in _FORMS)
+    return {**{name: value for name, value in otherwise.items() if not (has_form and name in _FORMS)}, **own}
 
 
 def encode(tokenizer: Tokenizer, prompt: Prompt) -> list[int]:

@@ -53,11 +53,8 @@ class Background:
             else:
                 self._listeners[key] = tell
 
-        with self._closing:
-            if not self._closed:
-                self._todo.put(begin)
-                return
-        tell(RuntimeError(_CLOSED))
+        if not self._takes(begin):
+            tell(RuntimeError(_CLOSED))
 
     def abort(self, key: str) -> None:
         """End a request before the next step; nobody is told any more. One that has ended is none."""
@@ -66,7 +63,7 @@ class Background:
             self._listeners.pop(key, None)
             self._engine.abort(key)
 
-        self._todo.put(end)
+        self._takes(end)
 
     def call(self, what: Callable[[], _T]) -> Future[_T]:
         """What the engine's thread makes of it between two steps."""
@@ -78,8 +75,16 @@ class Background:
             except BaseException as error:
                 future.set_exception(error)
 
-        self._todo.put(do)
+        if not self._takes(do):
+            future.set_exception(RuntimeError(_CLOSED))
         return future
+
+    def _takes(self, task: Callable[[], None]) -> bool:
+        """Whether the thread will do it: it is there until it has ended."""
+        with self._closing:
+            if not self._closed:
+                self._todo.put(task)
+            return not self._closed
 
     def close(self) -> None:
         """End all requests, and the thread."""

@@ -1,40 +1,29 @@
 """A file of prompts, and a file of answers, a line each.
 
-A line is answered when its answer is there, in any order. What was answered before a run ended is not asked again: beside the answers lies
-a note of which prompts and settings they belong to, until all are there.
+A line is answered when its answer is there, in any order. What was answered before a run ended is not asked again.
 """
 
 from __future__ import annotations
 
-import fcntl
-import hashlib
 import json
 import os
-import stat
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
 
-from fw.config import PLUGINS
 from fw.errors import UserError, describe
-from fw.inference.asking import Prompt, sampling
+from fw.inference.asking import Prompt, over, sampling
+from fw.inference.batch_files import PROMPTS, answered_lines, claimed, lines, looked_at
 from fw.inference.llm import LLM
 from fw.inference.openai import Asked, answered, asked, plain
-from fw.inference.prepare import base_of
 from fw.inference.results import Completion, Result
-from fw.recipe.inference import INFERENCE, QUANTIZATION, InferenceRecipe
 
 _AHEAD = 2
 """Times as many requests as run at once are read ahead."""
 _DEEPEST = 100
 """Levels of lists and objects that a line may have: what reads and writes JSON gives up at different ones, all of them above this."""
 _TOO_DEEP = f"lists and objects stand within one another more than {_DEEPEST} deep"
-_SHOWN = 60
-"""Characters of a value that a refusal shows."""
-_PROMPTS = "prompts"
-_SECTIONS = ("kv_cache", QUANTIZATION, PLUGINS)
 
 
 @dataclass
@@ -63,36 +52,6 @@ class _Line:
     asked: Asked
 
 
-def circumstances_of(
-    recipe: InferenceRecipe, model: str | Path, adapter: str | Path | None, adapters: Mapping[str, str | Path]
-) -> dict[str, Any]:
-    """What answers of a model depend on, besides its name and what is asked: files, weights as they are read, caches, adapters. How much is
-    computed at once, where, and within which memory is left out, so that a batch which did not fit goes on with less.
-
-    Args:
-        adapter: directory of the one that is part of the model.
-        adapters: directories of those that lines ask for, by name.
-    """
-    tree, options = recipe.config.tree, recipe.inference
-    sections = {name: {"name": tree[name]} if isinstance(tree[name], str) else tree[name] for name in _SECTIONS if name in tree}
-    return {
-        "files of the model": _files_of(base_of(model)),
-        "adapter": None if adapter is None else _files_of(Path(adapter)),
-        **{f"adapters {name}": _files_of(Path(directory)) for name, directory in adapters.items()},
-        **sections,
-        **{f"{INFERENCE}.{name}": getattr(options, name) for name in ("dtype", "weights", "max_context")},
-        **({f"{INFERENCE}.batch_invariant": True} if options.batch_invariant else {}),
-    }
-
-
-def _files_of(directory: Path) -> str:
-    """Where they are, and what changes with them: a checkpoint that is called the latest may be another one tomorrow."""
-    place = directory.resolve()
-    files = sorted(path for path in place.rglob("*") if path.suffix in (".safetensors", ".json", ".model", ".jinja") and path.is_file())
-    seen = [f"{path.relative_to(place)} {(found := path.stat()).st_size} {found.st_mtime_ns}" for path in files]
-    return f"{place}, {hashlib.sha256(json.dumps(seen).encode()).hexdigest()[:12]}"
-
-
 def run_batch(
     llm: LLM,
     source: Path,
@@ -114,25 +73,25 @@ def run_batch(
         model: name that answers in OpenAI's format give.
         tell: is called after every step.
         chat: whether a prompt that is text is what a user says, in the model's chat template.
-        circumstances: what else answers depend on, see :func:`circumstances_of`.
+        circumstances: what else answers depend on, see :func:`fw.inference.batch_files.circumstances_of`.
 
     Raises:
         UserError: the files cannot be read or written, or the answers there belong to another batch.
     """
     defaults = sampling(llm.defaults, settings)
-    count, digest = _looked_at(source)
+    count, digest = looked_at(source)
     note = target.with_name(f".{target.name}.unfinished")
-    belongs = {_PROMPTS: digest, "model": model, "chat": chat, **vars(defaults), **(circumstances or {})}
-    with _claimed(target, note, belongs):
-        answered_before = _answered(target, note)
-        progress = Progress(count, before=len(answered_before))
+    belongs = {PROMPTS: digest, "model": model, "chat": chat, **vars(defaults), **(circumstances or {})}
+    with claimed(target, note, belongs):
+        before = answered_lines(target, note)
+        progress = Progress(count, before=len(before))
         tell(progress)
         try:
             out = target.open("a", encoding="utf-8")
         except OSError as error:
             raise UserError(f"--output: {target} cannot be written: {error.strerror}") from None
         with out:
-            _answer(llm, source, out, answered_before, settings, model, progress, tell, chat)
+            _answer(llm, source, out, before, settings, model, progress, tell, chat)
             out.flush()
             os.fsync(out.fileno())
         if progress.before + progress.done != progress.lines:
@@ -152,14 +111,14 @@ def _answer(
     tell: Callable[[Progress], None],
     chat: bool,
 ) -> None:
-    lines = (each for each in _lines(source) if each[0] not in before)
+    missing = (each for each in lines(source) if each[0] not in before)
     running: dict[str, _Line] = {}
     most = _AHEAD * llm.engine.scheduler.most
     more = True
     try:
         while more or running:
             while more and len(running) < most:
-                if (following := next(lines, None)) is None:
+                if (following := next(missing, None)) is None:
                     more = False
                     break
                 number, text = following
@@ -186,93 +145,6 @@ def _answer(
     finally:
         for key in running:
             llm.engine.abort(key)
-
-
-def _looked_at(source: Path) -> tuple[int, str]:
-    """Lines that are not empty, and a digest of all."""
-    digest, count = hashlib.sha256(), 0
-    try:
-        if not stat.S_ISREG(source.stat().st_mode) and not source.is_dir():
-            raise UserError(f"--input: {source} can be read once only, and a batch is read twice; write it to a file and give that")
-        with source.open("rb") as file:
-            for line in file:
-                digest.update(line)
-                count += bool(line.strip())
-    except OSError as error:
-        raise UserError(f"--input: {source} cannot be read: {error.strerror}") from None
-    if not count:
-        raise UserError(f"--input: {source} has no line")
-    return count, digest.hexdigest()
-
-
-def _claimed(target: Path, note: Path, belongs: Mapping[str, Any]) -> TextIO:
-    """The note, by which answers are this batch's, and this process's as long as it is open."""
-    if not note.exists():
-        if target.exists():
-            raise UserError(f"--output: {target} exists already; give another file, or remove it")
-        target.parent.mkdir(parents=True, exist_ok=True)
-        aside = note.with_name(f"{note.name}.{os.getpid()}")
-        aside.write_text(json.dumps(belongs))
-        try:
-            os.link(aside, note)  # of two that begin at once one is first
-        except FileExistsError:
-            pass
-        except OSError:  # a file system without links
-            aside.replace(note)
-        aside.unlink(missing_ok=True)
-    held = note.open()
-    try:
-        with suppress(OSError):  # a file system without locks
-            try:
-                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise UserError(f"--output: another process is writing {target}; wait for its end, or give another file") from None
-        if other := _differing(json.load(held), json.loads(json.dumps(belongs))):
-            raise UserError(f"--output: {target} is half of another batch ({'; '.join(other)}); ask as that did, or remove it and {note}")
-    except BaseException:
-        held.close()
-        raise
-    return held
-
-
-def _answered(target: Path, note: Path) -> set[int]:
-    """Numbers of the lines that are answered already."""
-    if not target.exists():
-        return set()
-    numbers, whole = set(), 0
-    with target.open("rb") as file:
-        for place, line in enumerate(file, 1):
-            if not line.endswith(b"\n"):  # it was being written when the run ended
-                break
-            try:
-                numbers.add(int(json.loads(line)["line"]))
-            except (ValueError, LookupError, TypeError):
-                raise UserError(
-                    f"--output: line {place} of {target} is no answer of a batch; remove that line, or the file and {note}"
-                ) from None
-            whole += len(line)
-    os.truncate(target, whole)
-    return numbers
-
-
-def _differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """In what two batches differ, for a person."""
-    names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
-    return [
-        "other prompts" if name == _PROMPTS else f"{name}: {_shown(before.get(name))}, and now {_shown(now.get(name))}" for name in names
-    ]
-
-
-def _shown(value: Any) -> str:
-    text = "none" if value is None else value if isinstance(value, str) else json.dumps(value)
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
-
-
-def _lines(source: Path) -> Iterator[tuple[int, str]]:
-    with source.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            if line.strip():
-                yield number, line.decode("utf-8-sig" if number == 1 else "utf-8", errors="surrogateescape")
 
 
 def _parsed(text: str) -> Mapping[str, Any]:
@@ -312,7 +184,7 @@ def _asked(llm: LLM, given: Mapping[str, Any], settings: Mapping[str, Any], chat
         if not isinstance(prompt, str):
             raise UserError(f"prompt: {prompt!r} is not what a user says; give a text, or 'messages'")
         prompt = [{"role": "user", "content": prompt}]
-    return Asked(prompt, sampling(llm.defaults, {**settings, **own}), chat=chat or kinds == ["messages"], adapter=adapter)
+    return Asked(prompt, sampling(llm.defaults, over(settings, own)), chat=chat or kinds == ["messages"], adapter=adapter)
 
 
 def _messages(given: Prompt) -> list[dict[str, Any]]:

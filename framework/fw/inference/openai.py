@@ -11,7 +11,7 @@ from itertools import repeat
 from typing import Any
 
 from fw.errors import UserError, did_you_mean
-from fw.inference.asking import Model, Prompt, sampling
+from fw.inference.asking import Model, Prompt, over, sampling
 from fw.inference.options import Sampling
 from fw.inference.results import Completion, Result
 from fw.tokenizer import TextStream, Tokenizer
@@ -40,7 +40,6 @@ _SAME = (
     "regex",
     "grammar",
 )
-_FORMS = ("json_schema", "regex", "grammar")
 _WITHOUT_EFFECT = ("model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
 """What says who asks or what is kept, not what is answered."""
 _LOST = 64
@@ -89,18 +88,18 @@ def asked(model: Model, url: str, body: Mapping[str, Any], otherwise: Mapping[st
         settings["top_k"] = 0
     if settings.get("top_p") == 0:  # OpenAI's word for the likeliest alone
         settings["top_p"] = sys.float_info.min
-    said = dict(otherwise or {})
-    if "max_tokens" not in settings:
-        settings["max_tokens"] = said.get("max_tokens", None if chat else 16)
-    if "logprobs" in rest or "logprobs" not in said:
-        said["logprobs"] = _logprobs(rest, chat)
+    said = otherwise or {}
+    if "max_tokens" not in settings and "max_tokens" not in said:
+        settings["max_tokens"] = None if chat else 16
+    says_logprobs = "logprobs" in rest or "top_logprobs" in rest or "logprobs" not in said
+    logprobs = _logprobs(rest, chat)
+    if says_logprobs:
+        settings["logprobs"] = logprobs
     form = _form(rest.pop("response_format", None))
     if form and "json_schema" in settings:
         raise UserError("response_format and json_schema: an answer has one form; give one of them")
     settings |= form
-    if any(name in settings for name in _FORMS):  # an answer has one
-        said = {name: value for name, value in said.items() if name not in _FORMS}
-    settings = {**said, **settings}
+    settings = over(said, settings)
     if not chat and "best_of" in rest:
         settings["best_of"] = rest.pop("best_of")
     echo = not chat and bool(rest.pop("echo", False))

@@ -54,8 +54,7 @@ class Scheduler:
             self.running.remove(answer)
         else:  # of which there may be very many
             at = bisect.bisect_left(self.waiting, answer.order, key=lambda each: each.order)
-            at = next((n for n in range(at, len(self.waiting)) if self.waiting[n] is answer or self.waiting[n].order != answer.order), at)
-            if at < len(self.waiting) and self.waiting[at] is answer:
+            if self.waiting[at : at + 1] == [answer]:
                 del self.waiting[at]
         self.cache.release(answer.number)
 

@@ -13,7 +13,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -32,19 +32,10 @@ _changing = threading.Lock()
 
 
 class _Taken:
-    times = 0
-    library: torch.library.Library | None = None
-    kernels: list[Any] = []  # noqa: RUF012 - of all times: a thread may still be about to call what has been taken back
-
-
-def pays() -> bool:
-    """Whether this is a processor where it takes less time than torch's."""
-    return wanted() and _pays()
-
-
-def active() -> bool:
-    """Whether it computes torch's products now."""
-    return _Taken.library is not None
+    times: ClassVar[int] = 0
+    library: ClassVar[torch.library.Library | None] = None
+    kernels: ClassVar[list[Any]] = []
+    """Of all times: a thread may still be about to call what has been taken back."""
 
 
 @contextmanager
@@ -54,7 +45,7 @@ def in_place_of_torch() -> Iterator[None]:
     All others are called by way of Python and with its lock, so it is for programs that compute in fp32. Other threads had better multiply
     nothing in the moments in which it begins and ends: torch's dispatcher is read without a lock.
     """
-    if not pays():
+    if not (wanted() and _pays()):
         yield
         return
     with _changing:
@@ -71,13 +62,18 @@ def in_place_of_torch() -> Iterator[None]:
                 _Taken.library = None
 
 
-def product(a_MK: Tensor, b_KN: Tensor) -> Tensor:
-    """``a · b`` in fp32, rows or columns of each one behind another; where it :func:`pays`."""
+def multiplied(a_MK: Tensor, b_KN: Tensor) -> Tensor:
+    """``a · b``, matrices of any kind, by what would compute it in a run on their device."""
+    return _product(a_MK, b_KN) if a_MK.is_cpu and _takes(a_MK, b_KN) and wanted() and _pays() else a_MK @ b_KN
+
+
+def _product(a_MK: Tensor, b_KN: Tensor) -> Tensor:
     return _compute(a_MK.new_empty((a_MK.shape[0], b_KN.shape[1])), a_MK, b_KN)
 
 
 @functools.cache
 def _pays() -> bool:
+    """Whether this is a processor where it takes less time than torch's."""
     if not hasattr(torch.library, "get_kernel"):  # as in torch 2.11: what is replaced could not be called
         return False
     return torch.backends.mkl.is_available() and _PRODUCT.available and bool(library().fw_products_of_fp32_pay())
@@ -90,7 +86,7 @@ def _registered() -> torch.library.Library:
     def mm(keys: Any, a_MK: Tensor, b_KN: Tensor) -> Tensor:
         if not _takes(a_MK, b_KN):
             return of_torch["mm"].call_boxed(keys, a_MK, b_KN)
-        return product(a_MK, b_KN)
+        return _product(a_MK, b_KN)
 
     def mm_out(keys: Any, a_MK: Tensor, b_KN: Tensor, *, out: Tensor) -> Tensor:
         if not (_takes(a_MK, b_KN) and _fits(out, a_MK, b_KN)):

@@ -132,16 +132,8 @@ void computed(const Product& p) {
 
 }  // namespace
 
-// Whether this processor has registers of sixteen numbers.
-extern "C" long fw_products_of_fp32_are_there() {
-#if defined(__AVX512F__)
-    return 1;
-#else
-    return 0;
-#endif
-}
-
-// Whether it multiplies twice as many numbers at once as MKL has it do: AMD's whose units are as wide as these registers, from family 1Ah (Zen 5) on.
+// Whether this processor multiplies twice as many numbers at once as MKL has it do: AMD's whose units are as wide as registers of 512 bits, from
+// family 1Ah (Zen 5) on.
 extern "C" long fw_products_of_fp32_pay() {
 #if defined(__AVX512F__)
     unsigned a, b, c, d;

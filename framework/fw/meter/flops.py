@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from fw.kernels import fp32_products
+from fw.kernels.fp32_products import multiplied
 from fw.kernels.of_cpu import multiplies
 from fw.kinds.model import CausalLM
 from fw.meter.devices import of_product
@@ -69,19 +69,19 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
 def _measured(device: torch.device, dtype: torch.dtype) -> float:
     if device.type == "cpu" and not multiplies(dtype):
         dtype = torch.float32  # elsewhere torch's products in 16 bits are loops: no peak to measure against, and seconds to do so
-    return _of_products(device, dtype, torch.get_num_threads(), fp32_products.active())
+    return _of_products(device, dtype, torch.get_num_threads())
 
 
 @functools.cache
-def _of_products(device: torch.device, dtype: torch.dtype, threads: int, by_own_kernel: bool, size: int = 1024) -> float:
+def _of_products(device: torch.device, dtype: torch.dtype, threads: int, size: int = 1024) -> float:
     """The best of some products of ``size`` × ``size`` matrices on so many threads: at least 3, a tenth of a second of them."""
     own = torch.Generator().manual_seed(0)  # a run's random numbers are the same whether or not this has been measured before
     left = torch.randn(size, size, generator=own).to(device, dtype)
     times: list[float] = []
-    left @ left
+    multiplied(left, left)
     while len(times) < 3 or sum(times) < 0.1:
         start = time.perf_counter()
-        left @ left
+        multiplied(left, left)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         times.append(time.perf_counter() - start)

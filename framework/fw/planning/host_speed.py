@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fw.kernels import fp32_products
+from fw.kernels.fp32_products import multiplied
 from fw.kernels.threads import of_torch
 from fw.launching.cores import threads_of_rank
 from fw.recipe import Recipe
@@ -92,13 +92,11 @@ def _seconds(program: Callable[[], object], times: int = _TIMES) -> float:
 
 def _flops(dtype: torch.dtype) -> float:
     x = torch.ones(_WIDTH, _WIDTH, dtype=dtype)
-    if dtype == torch.float32 and fp32_products.pays():
-        return 2 * _WIDTH**3 / _seconds(lambda: fp32_products.product(x, x))
     begin = time.perf_counter()
-    x[: _WIDTH // 16] @ x
+    multiplied(x[: _WIDTH // 16], x)
     slow = time.perf_counter() - begin > 0.1  # a dtype that the processor does not have: a part of the product tells it
     rows = _WIDTH // 16 if slow else _WIDTH
-    return 2 * rows * _WIDTH**2 / _seconds(lambda: x[:rows] @ x, 1 if slow else _TIMES)
+    return 2 * rows * _WIDTH**2 / _seconds(lambda: multiplied(x[:rows], x), 1 if slow else _TIMES)
 
 
 def _bandwidth() -> float:
