@@ -55,6 +55,12 @@ def test_what_can_be_read_once_only_is_refused(llm, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def test_a_place_that_cannot_be_written_is_refused(llm, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"--output: .*/file/out cannot be written \(.*/file: File exists\); give another"):
+        run_batch(llm, written(tmp_path / "in.jsonl", ONE), tmp_path / "file" / "out", {}, "small", lambda p: None)
+
+
 def test_an_input_that_changes_meanwhile_is_said(llm, tmp_path):
     source, target = written(tmp_path / "in.jsonl", ONE), tmp_path / "out"
 

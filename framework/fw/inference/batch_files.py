@@ -8,12 +8,11 @@ import json
 import os
 import stat
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
 from fw.config import PLUGINS
-from fw.errors import UserError
+from fw.errors import UserError, describe
 from fw.inference.prepare import base_of
 from fw.locate import ADAPTER_CONFIG, CONFIG, inside
 from fw.recipe.inference import INFERENCE, QUANTIZATION, InferenceRecipe
@@ -91,26 +90,21 @@ def claimed(target: Path, note: Path, belongs: Mapping[str, Any]) -> TextIO:
     if not note.exists():
         if target.exists():
             raise UserError(f"--output: {target} exists already; give another file, or remove it")
-        target.parent.mkdir(parents=True, exist_ok=True)
-        aside = note.with_name(f"{note.name}.{os.getpid()}")
-        aside.write_text(json.dumps(belongs))
         try:
-            os.link(aside, note)  # of two that begin at once one is first
-        except FileExistsError:
-            pass
-        except OSError:  # a file system without links
-            aside.replace(note)
-        aside.unlink(missing_ok=True)
+            _begin(target, note, belongs)
+        except OSError as error:
+            raise UserError(f"--output: {target} cannot be written ({describe(error)}); give another file") from None
     try:
         held = note.open()
     except FileNotFoundError:
         raise UserError(_ended(target)) from None
     try:
-        with suppress(OSError):  # a file system without locks
-            try:
-                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise UserError(f"--output: another process is writing {target}; wait for its end, or give another file") from None
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"--output: another process is writing {target}; wait for its end, or give another file") from None
+        except OSError:
+            pass  # a file system without locks
         if not note.exists() or note.stat().st_ino != os.fstat(held.fileno()).st_ino:
             raise UserError(_ended(target))
         if other := _differing(json.load(held), json.loads(json.dumps(belongs))):
@@ -119,6 +113,20 @@ def claimed(target: Path, note: Path, belongs: Mapping[str, Any]) -> TextIO:
         held.close()
         raise
     return held
+
+
+def _begin(target: Path, note: Path, belongs: Mapping[str, Any]) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    aside = note.with_name(f"{note.name}.{os.getpid()}")
+    try:
+        aside.write_text(json.dumps(belongs))
+        try:
+            os.link(aside, note)
+        except OSError:  # another one began at once, or a file system has no links
+            if not note.exists():
+                aside.replace(note)
+    finally:
+        aside.unlink(missing_ok=True)
 
 
 def _ended(target: Path) -> str:
