@@ -214,7 +214,7 @@ def beside_values(recipe: Recipe, model: CausalLM) -> Give:
     wanted = recipe.objective.beside
     assert wanted is not None
     filling = weights_for(weights_of(find(wanted.path)), model)
-    return quantizing(filling, model, filling.codes)
+    return quantizing(filling, model, filling.codes, filling.done)
 
 
 def _elsewhere(model: CausalLM, recipe: Recipe, spec: StepSpec) -> Elsewhere:
@@ -343,7 +343,7 @@ def _base_values(model: CausalLM, seed: int, weights: Path | None) -> Give:
     if weights is None:
         return quantizing(_drawn(model.init, seed), model)
     filling = weights_for(weights_of(weights), model)
-    return quantizing(filling, model, filling.codes)
+    return quantizing(filling, model, filling.codes, filling.done)
 
 
 def _drawn(init: Callable[[str], Init], seed: int) -> Give:

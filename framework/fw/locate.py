@@ -45,6 +45,17 @@ def inside(path: Path, wanted: str) -> Path | None:
     return None
 
 
+def settled(where: str | Path) -> Path:
+    """The directory that a model or an adapter is in now: which checkpoint of a run is the latest, and what a relative path means, may
+    change.
+
+    Raises:
+        UserError: as :func:`find` does.
+    """
+    path = Path(where).expanduser()
+    return (inside(path, CONFIG) or inside(path, ADAPTER_CONFIG) or find(where)).absolute()
+
+
 def confined(directory: Path, root: Path) -> bool:
     """Whether a directory is below another one, and so is whatever lies right in it: wherever links lead.
 

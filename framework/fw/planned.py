@@ -69,6 +69,11 @@ def capability_of(device: torch.device) -> tuple[int, int] | None:
     return gpu_capability(device) if (gpu := planned_gpu()) is None else gpu.capability
 
 
+def made_current(device: torch.device) -> AbstractContextManager[object]:
+    """Meanwhile it is the GPU that kernels, streams and events of this thread are of, whoever starts them; nothing else changes."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
 def empty_cache() -> None:
     """Give back what the GPU's allocator keeps and nobody uses, as ``torch.cuda.empty_cache`` does."""
     if (gpu := planned_gpu()) is not None:

@@ -81,6 +81,36 @@ def test_each_request_has_its_own(directory, adapters, prompts, expected, option
     assert len({tuple(expected[name][0][0]) for name in names}) == 3, "adapters that change nothing would show nothing"
 
 
+@pytest.mark.parametrize("options", [{"dtype": "fp32"}, {"dtype": "bf16"}, {"dtype": "fp32", "batch_invariant": True}])
+def test_of_the_head(directory, prompts, tmp_path, options):
+    """Which sees the rows alone whose logits are wanted: as the one adapter of a model does."""
+    torch.manual_seed(0)
+    config = LoraConfig(r=3, lora_alpha=12, target_modules=["q_proj", "lm_head"], init_lora_weights=False)
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(directory), config)
+    model.save_pretrained(tmp_path)
+    beside = fw.LLM(directory, **options)
+    beside.load_adapter("it", tmp_path)
+    settings = {"max_tokens": NEW, "temperature": 0, "ignore_eos": True, "prompt_logprobs": 0}
+    names = [name for _ in prompts for name in (None, "it")]
+    found = beside.generate([prompt for prompt in prompts for _ in range(2)], adapter=names, **settings)
+    close = 1e-4 if options["dtype"] == "fp32" else 0.1
+    for llm, mine in ((fw.LLM(directory, **options), found[::2]), (fw.LLM(directory, adapter=tmp_path, **options), found[1::2])):
+        for result, expected in zip(mine, llm.generate(prompts, **settings), strict=True):
+            assert options["dtype"] == "bf16" or result.token_ids == expected.token_ids
+            assert result.logprobs[:1] == pytest.approx(expected.logprobs[:1], abs=close)
+            assert result.prompt_logprobs[1:] == pytest.approx(expected.prompt_logprobs[1:], abs=close)
+    logits = model(torch.tensor([prompts[0]])).logits[0].log_softmax(-1)
+    theirs = [float(logits[at, token]) for at, token in enumerate(prompts[0][1:])]
+    assert found[1].prompt_logprobs[1:] == pytest.approx(theirs, abs=close)
+    assert found[0].prompt_logprobs[1:] != pytest.approx(theirs, abs=0.2), "an adapter that changes nothing would show nothing"
+
+
+def test_codes_are_of_layers_as_they_are(directory, adapters):
+    why = "inference.weights: w8a8 is of layers as they are, and an adapter changes 1[0-9]+ of them; merge it"
+    with pytest.raises(UserError, match=why):
+        fw.LLM(directory, dtype="bf16", weights="w8a8", adapter=adapters["wide"])
+
+
 def test_company_changes_nothing(directory, adapters, prompts):
     """In bfloat16, to the last bit where the kernels are."""
     llm = fw.LLM(directory, dtype="bf16")

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import fw
 import tokens
+from fw.errors import UserError
 from fw.kernels import linear
 from fw.kernels.grouped import GroupedLinear
 from fw.kernels.linear import PackedLinear
@@ -72,6 +78,18 @@ def test_products_with_codes(directory, name, monkeypatch):
     settings = {"max_tokens": 20, "temperature": 0, "ignore_eos": True}
     alone = [llm.generate(prompt, **settings)[0] for prompt in prompts()]
     assert [(r.token_ids, r.logprobs) for r in llm.generate(prompts(), **settings)] == [(r.token_ids, r.logprobs) for r in alone]
+
+
+def test_codes_are_not_made_of_codes(directory, tmp_path):
+    shutil.copytree(directory, tmp_path / "tied")
+    config = json.loads((directory / "config.json").read_text())
+    (tmp_path / "tied" / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+    with safe_open(directory / "model.safetensors", "pt") as file:
+        weights = {name: file.get_tensor(name) for name in file.keys() if name != "lm_head.weight"}  # noqa: SIM118
+    save_file(weights, tmp_path / "tied" / "model.safetensors", metadata={"format": "pt"})
+    why = r"inference\.weights: w8a8 is of plain layers in bfloat16 on the CPU, and the model has none: where its layers are codes already"
+    with pytest.raises(UserError, match=why):
+        fw.LLM(tmp_path / "tied", dtype="bf16", quantization="nf4", weights="w8a8")
 
 
 def test_files_with_codes(directory, tmp_path):

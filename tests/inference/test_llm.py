@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -22,6 +23,7 @@ from fw.evaluating.scoring import Continuation, scores
 from fw.inference.prepare import device_of
 from fw.kernels import linear
 from fw.meter.memory import anonymous_bytes
+from models.architectures import VOCABULARY, save
 
 PROMPT = "the quick brown fox"
 
@@ -227,6 +229,38 @@ def test_a_model_that_is_not_drawn_from(directory, tmp_path):
     (tmp_path / "generation_config.json").write_text(json.dumps({"temperature": 0.7, "repetition_penalty": 1.3}))
     unsaid = fw.LLM(tmp_path, dtype="fp32").defaults
     assert (unsaid.temperature, unsaid.repetition_penalty) == (1.0, 1.3)
+
+
+@pytest.mark.parametrize(
+    "said, why",
+    [({"top_p": 0}, "top_p and repetition_penalty must be above 0"), ({"top_k": "many"}, "top_k: 'many' is no whole number")],
+)
+def test_what_a_model_says_of_itself_is_named_where_it_is_wrong(directory, tmp_path, said, why):
+    shutil.copytree(directory, tmp_path, dirs_exist_ok=True)
+    file = tmp_path / "generation_config.json"
+    file.write_text(json.dumps({"do_sample": True, "top_k": -1}))
+    assert fw.LLM(tmp_path).defaults.top_k == 0, "-1 is vLLM's word for all"
+    file.write_text(json.dumps({"do_sample": True, **said}))
+    with pytest.raises(UserError, match=f"^{re.escape(str(file))}: {why}"):
+        fw.LLM(tmp_path)
+
+
+@pytest.mark.skipif(not linear.available(), reason="no compiler")
+@pytest.mark.parametrize("case, threads", [("llama", 1), ("mixtral", 2)])
+def test_torch_has_its_threads_where_products_are_its_own(tmp_path, case, threads):
+    """Beside kernels of fw's own they would be in the way; experts are torch's."""
+    save(case, tmp_path).bfloat16().save_pretrained(tmp_path)
+    tokens.save(tmp_path, VOCABULARY)
+    before, found = torch.get_num_threads(), []
+    torch.set_num_threads(2)
+    try:
+        llm = fw.LLM(tmp_path)
+        assert any(isinstance(module, linear.PackedLinear) for module in llm.model.modules())
+        llm.model.blocks[0].register_forward_hook(lambda *_: found.append(torch.get_num_threads()))
+        llm.generate([[5, 6, 7]], max_tokens=1, ignore_eos=True)
+    finally:
+        torch.set_num_threads(before)
+    assert set(found) == {threads}
 
 
 def test_an_end_that_the_model_does_not_have(directory, tmp_path):

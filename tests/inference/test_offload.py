@@ -41,6 +41,11 @@ def test_the_same_answers(tmp_path, case, dtype):
     there = lean.model.in_files
     assert {name for name, tensor in there.items() if tensor.dim() != 2} == set() and len(there) >= 2 * len(lean.model.blocks)
     assert not whole.model.in_files
+    files = {tensor.data_ptr(): tensor.nbytes for tensor in there.values()}
+    if dtype == "fp32":
+        assert whole.weight_bytes - lean.weight_bytes == sum(files.values()), "what lies in files takes no memory"
+    else:
+        assert lean.weight_bytes < whole.weight_bytes - sum(files.values()) / 2
 
 
 @pytest.fixture(scope="module")

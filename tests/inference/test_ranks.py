@@ -7,6 +7,7 @@ import json
 import os
 import re
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -254,7 +255,7 @@ def adapters(small_model, tmp_path_factory):
 
 
 @pytest.mark.parametrize("case", ["llama", "gpt2"])
-def test_adapters(small_model, load, adapters, case):
+def test_adapters(small_model, load, adapters, case, tmp_path):
     llm = load(small_model(case))
     theirs = {None: expected(AutoModelForCausalLM.from_pretrained(small_model(case)), prompts())}
     for name, place in zip(("one", "two"), adapters[case], strict=True):
@@ -266,6 +267,10 @@ def test_adapters(small_model, load, adapters, case):
         check(results, [theirs[name][number] for _, name, number in asked])
         llm.drop_adapter("one")
         llm.load_adapter("one", adapters[case][0])
+    gone = shutil.copytree(adapters[case][0], tmp_path / "gone")
+    llm.load_adapter("gone", gone)
+    shutil.rmtree(gone)
+    check(llm.generate(prompts(), adapter="gone", **GREEDY), theirs["one"])
     beside = load(small_model(case), adapter=adapters[case][1])
     check(beside.generate(prompts(), **GREEDY), theirs["two"])
 
@@ -317,6 +322,29 @@ def test_an_interrupt_and_the_end(small_model):
         poll.register(alive, select.POLLIN)
         assert poll.poll(60_000), "the other rank is there yet"
         os.close(alive)
+
+
+MINE = """
+import fw
+from fw_plugins.kv_cache.paged import Paged
+
+
+@fw.register("mine")
+class Mine(Paged):
+    '''Paged, of a file.'''
+"""
+
+
+def test_a_plugin_of_a_file(small_model, tmp_path):
+    """Every rank knows it; one that this process alone has is refused."""
+    (tmp_path / "mine.py").write_text(MINE)
+    words = ["generate", str(small_model("llama")), "the fox", "inference.dtype=fp32"]
+    said = ["--temperature", "0", "--max-tokens", "6", "--ignore-eos"]
+    found = run_fw(*words, "plugins=[./mine.py]", "kv_cache=mine", "inference.tensor=2", *said, cwd=tmp_path).ok()
+    assert found.out == run_fw(*words, *said).ok().out
+    code = f"{MINE}\nfw.LLM({str(small_model('llama'))!r}, kv_cache='mine', tensor=2)"
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False).stderr
+    assert "kv_cache 'mine' was registered in this process alone, and ranks are processes of their own" in told
 
 
 def test_from_the_command_line(small_model, tmp_path):

@@ -81,12 +81,16 @@ CASES = {
     "every head its own": {"heads": 2, "kv": 2},
     "window": {"window": 9},
     "window and sinks": {"window": 9, "sinks": 3},
+    "window and many sinks": {"window": 9, "sinks": 20},
+    "more sinks than are before the window": {"window": 20, "sinks": 19},
+    "a prompt, a window and sinks": {"queries": [30, 1, -1, 1], "window": 9, "sinks": 3},
     "capped": {"softcap": 5.0},
     "wide": {"dim": 80},
     "several tokens": {"queries": [3, 1, -1, 4]},
     "a prompt, too": {"queries": [30, 1, -1, 1]},
     "a prompt, and a window": {"queries": [30, 1, -1, 1], "window": 9},
     "fp32": {"keeping": lambda: Plain(FP32)},
+    "fp16": {"keeping": lambda: Plain(torch.float16)},
     "int8": {"keeping": lambda: Int8(COMPUTED, 16)},
     "int4": {"keeping": lambda: Int4(COMPUTED, 16)},
     "int4, one group": {"keeping": lambda: Int4(FP32, 24), "dim": 48},
@@ -105,9 +109,9 @@ def test_attention_to_blocks(case: str, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(attention, "_KEYS", given.get("keys", 16))
     tables, totals = [[3, 0, 7, 1, 9], [2], [], [15, 14, 6, 4]], [37, 5, 0, 26]
     (keys, values), k, v = written(keeping, tables, totals, kv, dim, size)
-    if window is not None and not sinks:
-        unseen = max(0, totals[0] - queries[0] - window) // size
-        tables[0][:unseen] = [-1] * unseen
+    if window is not None:
+        first, unseen = -(-sinks // size), max(0, totals[0] - queries[0] - window) // size
+        tables[0][first:unseen] = [-1] * (unseen - first)
     padded = torch.tensor([[*table, *[99] * (6 - len(table))] for table in tables], dtype=torch.int32, device=DEVICE)
     rows_of = [max(1, length) for length in queries]
     begins = [sum(rows_of[:number]) for number in range(len(queries))]

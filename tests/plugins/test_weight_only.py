@@ -154,6 +154,41 @@ def test_codes_that_do_not_fit_their_scales_are_refused(base: Path, tmp_path: Pa
         fw.load_model(there)
 
 
+@pytest.mark.parametrize("kind", ["w4a16", "w8a16"])
+def test_zero_points_as_older_files_have_them(base: Path, kind: str, tmp_path: Path) -> None:
+    """Not packed: compressed-tensors' own, before it packed them."""
+    from compressed_tensors.compressors import unpack_from_int32
+
+    there = quantized(base, kind, False, 32, tmp_path / "q")
+    expected = logits(fw.load_model(there, dtype=torch.bfloat16))
+    tensors, changed = load_file(there / "model.safetensors"), 0
+    for name, tensor in tensors.items():
+        if name.endswith("weight_zero_point"):
+            shape = tensors[name.replace("zero_point", "scale")].shape
+            tensors[name] = unpack_from_int32(tensor, int(kind[1]), shape, packed_dim=0)
+            changed += 1
+    assert changed == 14 and all(t.dtype == torch.int8 for name, t in tensors.items() if name.endswith("weight_zero_point"))
+    save_file(tensors, there / "model.safetensors", metadata={"format": "pt"})
+    assert torch.equal(logits(fw.load_model(there, dtype=torch.bfloat16)), expected)
+    name = "model.layers.0.mlp.up_proj.weight_zero_point"
+    save_file({**tensors, name: tensors[name][1:].contiguous()}, there / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(
+        UserError, match=r"up_proj\.weight: zero points \[191, 4\] of torch.int8 are neither words \[\d+, 4\] of torch.int32"
+    ):
+        fw.load_model(there)
+
+
+@pytest.mark.parametrize("part", ["weight_scale", "weight_shape", "weight_zero_point"])
+def test_what_is_missing_is_said(base: Path, part: str, tmp_path: Path) -> None:
+    there = quantized(base, "w4a16", False, 32, tmp_path / "q")
+    tensors = load_file(there / "model.safetensors")
+    del tensors[f"model.layers.0.mlp.up_proj.{part}"]
+    save_file(tensors, there / "model.safetensors", metadata={"format": "pt"})
+    why = rf"up_proj\.weight: its files hold codes, and there is no model\.layers\.0\.mlp\.up_proj\.{part}; have the directory whole"
+    with pytest.raises(UserError, match=why):
+        fw.load_model(there)
+
+
 def test_groups_that_do_not_divide_are_refused_with_what_does(base: Path) -> None:
     with pytest.raises(UserError, match=r"group_size: 128 does not divide the 192 features of .*down_proj; what does: 64, 32, 16, 8"):
         fw.load_model(base, quantization="w4a16")

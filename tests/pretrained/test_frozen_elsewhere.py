@@ -44,7 +44,9 @@ def adapted(place: Path, policy: OffloadPolicy | None, activation: str, quantiza
     model.materialise(CPU)
     filling = weights_for(weights_of(weights), model)
     added = model.adapters.added
-    quantizing(filling, model, filling.codes)({n: t for n, t in model.stored().items() if n not in added and n not in model.in_files})
+    quantizing(filling, model, filling.codes, filling.done)(
+        {n: t for n, t in model.stored().items() if n not in added and n not in model.in_files}
+    )
     torch.manual_seed(0)
     for name in sorted(added):
         torch.nn.init.normal_(model.get_parameter(name), std=0.1)

@@ -100,7 +100,11 @@ if TYPE_CHECKING:
         PrecisionPlugin as PrecisionPlugin,
         PrecisionPolicy as PrecisionPolicy,
     )
-    from fw.kinds.quantization import QuantizationPlugin as QuantizationPlugin, StoredWeight as StoredWeight
+    from fw.kinds.quantization import (
+        QuantizationPlugin as QuantizationPlugin,
+        StoredWeight as StoredWeight,
+        reading_codes as reading_codes,
+    )
     from fw.kinds.schedule import Decay as Decay, SchedulePlugin as SchedulePlugin, Warmup as Warmup
     from fw.kinds.sharding import (
         CONTEXT as CONTEXT,
@@ -165,7 +169,7 @@ _NAMES = {
     "fw.kinds.optimizer": "OptimizerOptions OptimizerPlugin OptimizerSpec",
     "fw.kinds.peft": "LowRank PeftPlugin adapters_are_off without_adapters",
     "fw.kinds.precision": "LossScaling Phase PrecisionPlugin PrecisionPolicy",
-    "fw.kinds.quantization": "QuantizationPlugin StoredWeight",
+    "fw.kinds.quantization": "QuantizationPlugin StoredWeight reading_codes",
     "fw.kinds.schedule": "Decay SchedulePlugin Warmup",
     "fw.kinds.sharding": "CONTEXT REPLICATE SHARD TENSOR KeptTensors ShardingPlugin StepResult StepSpec Stepper",
     "fw.kinds.tensor_plan": "TensorPlan fits given plan_for",

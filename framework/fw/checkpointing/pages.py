@@ -45,12 +45,13 @@ def leave(tensor: Tensor) -> None:
     file is closed. They are read again if somebody wants them after all. No effect but on Linux.
 
     Args:
-        tensor: whose memory is a file's, and which nobody has written to.
+        tensor: whose memory is a file's, and which nobody has written to; of some columns, what lies between them goes, too.
     """
-    if sys.platform != "linux" or tensor.device.type != "cpu" or not tensor.is_contiguous():
+    if sys.platform != "linux" or tensor.device.type != "cpu" or not tensor.numel():
         return
     size = mmap.PAGESIZE
     begin = -(-tensor.data_ptr() // size) * size
-    end = (tensor.data_ptr() + tensor.nbytes) // size * size
+    last = sum((count - 1) * step for count, step in zip(tensor.shape, tensor.stride(), strict=True))
+    end = (tensor.data_ptr() + (last + 1) * tensor.element_size()) // size * size
     if end > begin:
         _libc().madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), mmap.MADV_DONTNEED)

@@ -112,12 +112,18 @@ def fill_from_base(model: CausalLM, tensors: Mapping[str, Tensor], seed: int = 0
                 local.copy_(values[where])
 
 
-def quantizing(give: Give, model: CausalLM, codes: Callable[[str], Mapping[str, Tensor] | None] = lambda name: None) -> Give:
+def quantizing(
+    give: Give,
+    model: CausalLM,
+    codes: Callable[[str], Mapping[str, Tensor] | None] = lambda name: None,
+    done: Callable[[str], None] = lambda name: None,
+) -> Give:
     """What ``give`` fills, and codes for the weights that the model keeps as such: of these it fills one at a time, whole, which is gone
     when its codes are there. All that hold a weight must be given together.
 
     Args:
         codes: a weight's, where they are there already.
+        done: hears of each weight whose codes were given by these, and have been copied.
     """
     kept = {name for weight in model.quantized.values() for name in weight.kept}
 
@@ -128,7 +134,7 @@ def quantizing(give: Give, model: CausalLM, codes: Callable[[str], Mapping[str, 
         for name, weight in model.quantized.items():
             if name not in tensors:
                 continue
-            values = codes(name)
+            values = there_already = codes(name)
             if values is None:
                 there = tensors[name].device
                 device = computes or there if name in model.elsewhere else there  # codes are made faster where the model computes
@@ -138,6 +144,8 @@ def quantizing(give: Give, model: CausalLM, codes: Callable[[str], Mapping[str, 
             for part, value in values.items():
                 local, where = local_part(tensors[part])
                 local.copy_(value[where])
+            if there_already is not None:
+                done(name)
 
     return give_codes if kept else give
 

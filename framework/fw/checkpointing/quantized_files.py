@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from fw import registry
-from fw.checkpointing.tensor_files import TensorFiles
+from fw.checkpointing.pages import leave
+from fw.checkpointing.tensor_files import Rows, TensorFiles
 from fw.errors import UserError
 from fw.kinds import plugin_class
 from fw.kinds.model import Quantized
-from fw.kinds.quantization import QuantizationPlugin, StoredWeight
+from fw.kinds.quantization import QuantizationPlugin, StoredWeight, reading_codes
 from fw.locate import CONFIG
 from fw.place import Place, place
 
@@ -37,15 +38,28 @@ class QuantizedFiles(TensorFiles):
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Of the weight itself."""
-        return self._open(name).shape if name in self._stored else super().shape(name)
+        if name not in self._stored:
+            return super().shape(name)
+        with reading_codes(name):
+            return self._open(name).shape
 
     def dtype(self, name: str) -> torch.dtype:
         """Of the weight itself."""
-        return self._open(name).dtype if name in self._stored else super().dtype(name)
+        if name not in self._stored:
+            return super().dtype(name)
+        with reading_codes(name):
+            return self._open(name).dtype
 
     def whole(self, name: str) -> Tensor:
         """All of a tensor, as what it stands for."""
-        return self._open(name).dense() if name in self._stored else super().whole(name)
+        if name not in self._stored:
+            return super().whole(name)
+        with reading_codes(name):
+            return self._open(name).dense()
+
+    def rows(self, name: str) -> Rows:
+        """Of the weight itself, which is made whole for it."""
+        return self.whole(name) if name in self._stored else super().rows(name)
 
     def mapped(self, name: str) -> Tensor | None:
         """None for what is quantized."""
@@ -58,7 +72,18 @@ class QuantizedFiles(TensorFiles):
 
     def kept(self, name: str, weight: Quantized) -> Mapping[str, Tensor] | None:
         """As a model keeps it; None where that is another way."""
-        return self._open(name).kept(weight) if name in self._stored else None
+        if name not in self._stored:
+            return None
+        with reading_codes(name):
+            return self._open(name).kept(weight)
+
+    def left(self, name: str, read: Tensor | None = None) -> None:
+        """All that a weight is made of."""
+        if name not in self._stored:
+            super().left(name, read)
+        elif self.directory.local is not None:
+            for part in self._stored[name]:
+                leave(self._inner[part].get_tensor(part))
 
     def _region(self, name: str, region: list[slice]) -> Tensor:
         return self.whole(name)[tuple(region)] if name in self._stored else super()._region(name, region)

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Set as AbstractSet
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -26,6 +26,13 @@ from fw.place import Place, place
 ADAPTER = "adapter_model"
 AVERAGE = "average"
 """Stem of an adapter's files."""
+
+
+class Rows(Protocol):
+    """Gives rows of a tensor."""
+
+    def __getitem__(self, rows: slice, /) -> Tensor: ...
+
 
 Fill = Callable[[Mapping[str, Tensor] | Mapping[str, Tensor | Kept]], None]
 """Gives tensors their values."""
@@ -100,8 +107,21 @@ class TensorFiles:
             wanted.reverse()
         source = self._region(name, wanted) if wanted else self.whole(name)
         target.copy_(source)
-        if self.directory.local is not None:
-            leave(source)
+        self.left(name, source)
+
+    def rows(self, name: str) -> Rows:
+        """What gives some of a tensor at a time."""
+        found: Rows = self.where[name].get_slice(name)
+        return found
+
+    def left(self, name: str, read: Tensor | None = None) -> None:
+        """What was read of a tensor is not needed any more: pages of a mapped file go from the process.
+
+        Args:
+            read: in that memory.
+        """
+        if read is not None and self.directory.local is not None:
+            leave(read)
 
     def superfluous(self, name: str) -> bool:
         """Whether a tensor that a model has no place for changes nothing."""
@@ -136,8 +156,18 @@ class Filling:
     def codes(self, name: str) -> Mapping[str, Tensor] | None:
         """Values of the parameters that a quantized weight is kept as, where the files hold the same ones."""
         weight = self.model.quantized[name]
-        stored = [self.files.kept(self.names[of.name], weight) for of in self.model.hf_tensors(name) if of == HFTensor(of.name)]
-        return stored[0] if len(stored) == 1 else None
+        found = self._stored(name)
+        return None if found is None else self.files.kept(found, weight)
+
+    def done(self, name: str) -> None:
+        """With what :meth:`codes` gave of a weight."""
+        if (found := self._stored(name)) is not None:
+            self.files.left(found)
+
+    def _stored(self, name: str) -> str | None:
+        """The one tensor of the files that it is, as it is."""
+        found = [self.names[of.name] for of in self.model.hf_tensors(name) if of == HFTensor(of.name)]
+        return found[0] if len(found) == 1 else None
 
 
 def weights_for(files: TensorFiles, model: CausalLM) -> Filling:
@@ -264,10 +294,17 @@ def _same(files: TensorFiles, name: str, other: str) -> bool:
     """Whether two tensors of the files are equal, compared some rows at a time."""
     if files.shape(name) != files.shape(other) or files.dtype(name) != files.dtype(other):
         return False
-    one, two = (files.where[n].get_slice(n) for n in (name, other))
+    one, two = (files.rows(n) for n in (name, other))
     rows = files.shape(name)[0]
     step = max(1, rows // 64)
-    return all(torch.equal(one[start : start + step], two[start : start + step]) for start in range(0, rows, step))
+    for start in range(0, rows, step):
+        some = [(name, one[start : start + step]), (other, two[start : start + step])]
+        same = torch.equal(some[0][1], some[1][1])
+        for of, read in some:
+            files.left(of, read)
+        if not same:
+            return False
+    return True
 
 
 def _few(texts: list[str], limit: int = 8) -> list[str]:

@@ -3,7 +3,8 @@ https://arxiv.org/abs/2310.18547)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -16,6 +17,7 @@ from fw.errors import UserError, did_you_mean
 from fw.kernels.fixed_rows import rows_of_products
 from fw.kernels.linear import PackedLinear, available, layer_of, takes
 from fw.kinds.model import CausalLM
+from fw.locate import ADAPTER_CONFIG, find
 from fw.pretrained.low_rank import LowRankChange
 
 
@@ -58,6 +60,7 @@ class Adapters:
         self._numbers = count(1)
         self._hooked: set[str] = set()
         self._now: Sequence[tuple[Adapter, Tensor]] = ()
+        self._seen_R: Tensor | None = None
 
     @property
     def names(self) -> list[str]:
@@ -77,8 +80,9 @@ class Adapters:
         """
         if name in self._loaded:
             raise UserError(f"an adapter '{name}' is loaded already; drop it first, or give another name")
-        made = self.read(name, directory, next(self._numbers))
-        self._told(made, directory)
+        place = str(find(directory, ADAPTER_CONFIG).absolute())  # a run's latest may be another one when others read it
+        made = self.read(name, place, next(self._numbers))
+        self._told(made, place)
         self._loaded[name] = made
 
     def read(self, name: str, directory: str, number: int) -> Adapter:
@@ -122,18 +126,28 @@ class Adapters:
                 rows.setdefault(adapter, []).append(row)
         self._now = [(adapter, torch.tensor(those, device=self._device)) for adapter, those in rows.items()]
 
+    @contextmanager
+    def seeing(self, rows_R: Tensor | None) -> Iterator[None]:
+        """What is computed meanwhile is of these of the tokens, ``[R, I]``; None for all."""
+        self._seen_R = rows_R
+        try:
+            yield
+        finally:
+            self._seen_R = None
+
     def _made(self, change: LowRankChange) -> Callable[[Tensor], Tensor]:
         down, up = (_layer(weight, self._device) for weight in (change.down_RI, change.up_OR))
         return lambda x_TI: up(down(x_TI)) * change.scale
 
-    def _add(self, layer: str, _module: nn.Module, args: tuple[Any, ...], out_1TO: Tensor) -> None:
+    def _add(self, layer: str, _module: nn.Module, args: tuple[Any, ...], out_TO: Tensor) -> None:
         """After a layer: what adapters of its tokens add."""
-        for adapter, rows in self._now:
+        for adapter, tokens in self._now:
             if (change := adapter.changes.get(layer)) is not None:
-                x_TI = args[0][0]
+                x_TI, to_TO = args[0].flatten(0, -2), out_TO.view(-1, out_TO.shape[-1])
+                rows = tokens if self._seen_R is None else torch.isin(self._seen_R, tokens).nonzero()[:, 0]
                 # Of all rows, where products have a number of them: those with the adapter are as many as happen to be there.
                 added = change(x_TI[rows]) if rows_of_products() is None else change(x_TI)[rows]
-                out_1TO[0].index_add_(0, rows, added)
+                to_TO.index_add_(0, rows, added)
 
 
 def _layer(weight_OI: Tensor, device: torch.device) -> nn.Module:

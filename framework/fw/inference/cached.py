@@ -222,7 +222,8 @@ class Runner:
 
         def readout(x_1TD: Tensor, head: Head, auxiliary: Tensor | None) -> Tensor:
             def logits_of(rows_R: Tensor | None) -> Tensor:
-                logits_RV = self._through(head)(x_1TD[0] if rows_R is None else x_1TD[0, rows_R]).float()
+                with self._adapters.seeing(rows_R):
+                    logits_RV = self._through(head)(x_1TD[0] if rows_R is None else x_1TD[0, rows_R]).float()
                 return self._ranks.whole_logits(logits_RV, self._model.vocab_size)
 
             if see is not None:

@@ -26,10 +26,12 @@ from fw.kernels.build import with_threads
 from fw.kernels.linear import PackedLinear
 from fw.kernels.threads import alone
 from fw.kinds.model import CausalLM
-from fw.locate import ADAPTER_CONFIG, inside
+from fw.locate import ADAPTER_CONFIG, find, inside, settled
+from fw.planned import made_current
 from fw.recipe.inference import InferenceRecipe
 from fw.tokenizer import TextStream, Tokenizer, load_tokenizer
 
+_GENERATION = "generation_config.json"
 _CHOICE = ("temperature", "top_k", "top_p", "min_p")
 _PENALTY = ("repetition_penalty",)
 
@@ -65,27 +67,30 @@ def load(path: str | Path, recipe: InferenceRecipe, adapter: str | Path | None =
         UserError: there is no such model, or it cannot generate so.
     """
     options = recipe.inference
+    path, adapter = settled(path), None if adapter is None else find(adapter, ADAPTER_CONFIG).absolute()
     tokenizer = _tokenizer(path, base_of(path))
     _check_decoder(tokenizer)
     if options.draft:
         _check_tokens(options.draft, tokenizer)
-    if options.tensor == 1:
-        return _loaded(prepare(path, recipe, adapter, say), recipe, tokenizer)
-    ranks = First(path, recipe, adapter, device_of(options.device))
-    try:
-        return _loaded(prepare(path, recipe, adapter, say, ranks=ranks), recipe, tokenizer, ranks)
-    except BaseException:
-        ranks.close()
-        raise
+    with made_current(device := device_of(options.device)):
+        if options.tensor == 1:
+            return _loaded(prepare(path, recipe, adapter, say), recipe, tokenizer)
+        ranks = First(path, recipe, adapter, device)
+        try:
+            return _loaded(prepare(path, recipe, adapter, say, ranks=ranks), recipe, tokenizer, ranks)
+        except BaseException:
+            ranks.close()
+            raise
 
 
 def _loaded(prepared: Prepared, recipe: InferenceRecipe, tokenizer: Tokenizer, ranks: First | None = None) -> Loaded:
     own = prepared.own
     generation = _generation(prepared.base)
+    defaults = _defaults(generation, prepared.base / _GENERATION)
     bring_ahead(own.model)
     trim()  # plain weights have been replaced by packed ones
     cache = own.cache if ranks is None else ranks.mirrored(own.cache)
-    threads = partial(_threads, prepared.own_threads, None if ranks is None else ranks.threads)
+    threads = partial(_in_step, prepared.own_threads, None if ranks is None else ranks.threads, prepared.device)
     if isinstance(own.runner, InTiles):
         with threads():
             try_out(own.runner, cache, own.context, own.model.vocab_size)
@@ -105,13 +110,14 @@ def _loaded(prepared: Prepared, recipe: InferenceRecipe, tokenizer: Tokenizer, r
         overlap=recipe.inference.overlap and prepared.device.type == "cuda" and ranks is None,
     )
     architecture = next(iter(prepared.config.get("architectures") or ()), "")
-    return Loaded(engine, tokenizer, own.model, _defaults(generation), prepared.kv_budget, prepared.device, architecture, ranks)
+    return Loaded(engine, tokenizer, own.model, defaults, prepared.kv_budget, prepared.device, architecture, ranks)
 
 
 @contextmanager
-def _threads(own: bool, several: int | None) -> Iterator[None]:
-    """For a step: torch's rest where kernels of fw's own do the work; of several ranks each has so many."""
+def _in_step(own: bool, several: int | None, device: torch.device) -> Iterator[None]:
+    """Torch's threads rest where kernels of fw's own do the work; of several ranks each has so many. A GPU is the current one."""
     with ExitStack() as stack:
+        stack.enter_context(made_current(device))
         if several is not None:
             stack.enter_context(with_threads(several))
         if own or several is not None:
@@ -161,9 +167,11 @@ def _read_by_each_step(model: CausalLM) -> int:
 
 
 def weight_bytes(model: CausalLM) -> int:
-    """Of all weights, packed or not; of those that come from elsewhere, what they take where they are brought to."""
-    packed = sum(module.weight_bytes for module in model.modules() if isinstance(module, PackedLinear))
-    own = sum(parameter.nbytes for name, parameter in model.named_parameters() if name not in model.elsewhere)
+    """Of all weights in memory, packed or not; of those that come from elsewhere, what they take where they are brought to. Those that a
+    processor reads where they lie in files take none."""
+    mapped = {tensor.data_ptr() for tensor in model.in_files.values()}
+    packed = sum(m.weight_bytes for m in model.modules() if isinstance(m, PackedLinear) and m.packed.data_ptr() not in mapped)
+    own = sum(p.nbytes for name, p in model.named_parameters() if name not in model.elsewhere and p.data_ptr() not in mapped)
     places = {(storage := model.get_parameter(name).untyped_storage()).data_ptr(): storage.nbytes() for name in model.elsewhere}
     return packed + own + sum(places.values())
 
@@ -176,7 +184,7 @@ def _tokenizer(path: str | Path, base: Path) -> Tokenizer:
 
 def _generation(directory: Path) -> dict[str, Any]:
     """``generation_config.json``; empty where there is none."""
-    file = directory / "generation_config.json"
+    file = directory / _GENERATION
     try:
         found = json.loads(file.read_text())
     except FileNotFoundError:
@@ -186,12 +194,15 @@ def _generation(directory: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _defaults(generation: dict[str, Any]) -> Sampling:
+def _defaults(generation: dict[str, Any], file: Path) -> Sampling:
     """How tokens are chosen: drawn where the file says so, or says nothing; the likeliest where it says ``do_sample: false``, which leaves
     aside what is said of drawing."""
-    if (draws := generation.get("do_sample")) is False:
-        return Sampling(temperature=0, **_said(generation, _PENALTY))
-    return Sampling(**_said(generation, _CHOICE if draws else ()), **_said(generation, _PENALTY))
+    draws = generation.get("do_sample")
+    said = _said(generation, (*_PENALTY, *(_CHOICE if draws else ())))
+    try:
+        return Sampling(**({"temperature": 0} if draws is False else {}), **said)
+    except UserError as error:
+        raise UserError(f"{file}: {error}; correct it there") from None
 
 
 def _said(generation: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:

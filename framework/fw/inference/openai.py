@@ -84,8 +84,6 @@ def asked(model: Model, url: str, body: Mapping[str, Any], otherwise: Mapping[st
     for name in ("max_tokens", "max_completion_tokens"):
         if name in rest:
             settings["max_tokens"] = rest.pop(name)
-    if settings.get("top_k") == -1:  # vLLM's word for all
-        settings["top_k"] = 0
     if settings.get("top_p") == 0:  # OpenAI's word for the likeliest alone
         settings["top_p"] = sys.float_info.min
     said = otherwise or {}

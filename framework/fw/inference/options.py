@@ -29,7 +29,7 @@ class Sampling:
             wanted.
         min_tokens: before which nothing ends it.
         temperature: that logits are divided by; 0, and all below 1e-5, always takes the likeliest token.
-        top_k: only that many likeliest tokens; 0 for all.
+        top_k: only that many likeliest tokens; 0 for all, or -1, which is vLLM's word for it.
         top_p: only the likeliest tokens that together have this probability (Holtzman et al. 2019, https://arxiv.org/abs/1904.09751).
         min_p: only tokens with this share of the likeliest one's probability (Nguyen et al. 2024, https://arxiv.org/abs/2407.01082).
         repetition_penalty: logits of tokens of prompt and answer are divided by it where above 0, else multiplied (Keskar et al. 2019,
@@ -79,6 +79,8 @@ class Sampling:
 
     def __post_init__(self) -> None:
         self._take_lists()
+        if self.top_k == -1:
+            object.__setattr__(self, "top_k", 0)
         for name, kind, least, most in (
             ("max_tokens", int, 0, math.inf),
             ("min_tokens", int, 0, math.inf),

@@ -38,13 +38,14 @@ def pack(model: CausalLM, weights: str, dtype: torch.dtype) -> int:
             return 0
         raise UserError(f"inference.weights: {weights} wants a C++ compiler, which is not there: install g++, or set CXX")
     mapped = {tensor.data_ptr() for tensor in model.in_files.values()}
-    replaced, room = 0, Room()
+    replaced, made_here, room = 0, 0, Room()
     # Of those that are replaced none is held: each one's weight goes as soon as it is packed.
     for module in [
         module for module in model.modules() if any(takes(each) or hasattr(each, "grouped_codes") for each in module.children())
     ]:
-        for name, layer in list(module.named_children()):
-            if dtype == torch.bfloat16 and (codes := _codes(layer)) is not None:
+        for name in [name for name, _ in module.named_children()]:
+            layer = getattr(module, name)
+            if dtype == torch.bfloat16 and (codes := codes_of(layer)) is not None:
                 assert isinstance(layer, nn.Linear)
                 setattr(module, name, GroupedLinear(layer, codes, room))
                 del codes
@@ -52,16 +53,37 @@ def pack(model: CausalLM, weights: str, dtype: torch.dtype) -> int:
             elif takes(layer):
                 assert isinstance(layer, nn.Linear)
                 setattr(module, name, PlainLinear(layer) if layer.weight.data_ptr() in mapped else made(layer, room))
-                replaced += 1
+                replaced, made_here = replaced + 1, made_here + 1
+            del layer
         for names in _SAME_INPUT:
             layers = [each for name in names if isinstance(each := getattr(module, name, None), PackedLinear)]
             if len(layers) == len(names) and len({layer.kind for layer in layers}) == 1:
                 Together.join(layers)
-    if not replaced and weights != "auto":
-        raise UserError(
-            f"inference.weights: {weights} is of layers in bfloat16 on the CPU, and the model has none; set inference.dtype: bf16"
-        )
+    if weights != "auto":
+        _check_made(model, weights, dtype, made_here)
     return replaced
+
+
+def products_of_torch(model: CausalLM) -> bool:
+    """Whether a packed model has layers left whose products are torch's: adapted ones, experts, codes that no kernel takes."""
+    return any(isinstance(module, nn.Linear) for module in model.modules()) or any(p.dim() > 2 for p in model.parameters())
+
+
+def _check_made(model: CausalLM, weights: str, dtype: torch.dtype, made: int) -> None:
+    """There is something that was asked for."""
+    if dtype != torch.bfloat16:
+        raise UserError(f"inference.weights: {weights} is of layers in bfloat16 on the CPU; set inference.dtype: bf16")
+    adapted = sum(isinstance(module, nn.Linear) and not hasattr(module, _CODES) for module in model.modules())
+    if adapted and model.adapters is not None:
+        raise UserError(
+            f"inference.weights: {weights} is of layers as they are, and an adapter changes {adapted} of them; merge it (fw checkpoint"
+            " merge), or have it beside the model: LLM.load_adapter, serve.adapters"
+        )
+    if not made:
+        raise UserError(
+            f"inference.weights: {weights} is of plain layers in bfloat16 on the CPU, and the model has none: where its layers are codes"
+            " already, leave it out; quantization=none makes weights of them"
+        )
 
 
 def join(model: CausalLM) -> None:
@@ -79,7 +101,7 @@ def join(model: CausalLM) -> None:
         empty_cache()  # what they were fits none of those that follow
 
 
-def _codes(layer: nn.Module) -> GroupedCodes | None:
+def codes_of(layer: nn.Module) -> GroupedCodes | None:
     """That a kernel computes with."""
     ask = getattr(layer, _CODES, None)
     found = None if ask is None else ask()

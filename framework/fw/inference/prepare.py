@@ -15,7 +15,8 @@ from fw.inference.adapters import Adapters
 from fw.inference.cached import Runner, ThroughCache
 from fw.inference.divided import Ranks
 from fw.inference.invariant import InTiles, refuse
-from fw.inference.packing import join, pack
+from fw.inference.packing import codes_of, join, pack, products_of_torch
+from fw.kernels.linear import available
 from fw.kinds.kv_cache import KVCache, KVNeeds
 from fw.kinds.model import CausalLM
 from fw.kinds.offload import OffloadPolicy
@@ -60,7 +61,7 @@ class Prepared:
         base: the model's directory; ``config``, what its config.json says.
         draft: a smaller model that guesses; None where nobody asked for one.
         kv_budget: bytes for keys and values, the draft's included.
-        own_threads: linear layers are computed by kernels of fw's own.
+        own_threads: all linear layers are computed by kernels of fw's own.
     """
 
     base: Path
@@ -142,7 +143,14 @@ def prepare(
         raise UserError(
             f"inference.kv_budget: {format_size(budget)} hold {own.context} token, and a prompt and its answer are two at least"
         )
-    return Prepared(base, config, device, own, made[1] if options.draft else None, budget, replaced[0] > 0)
+    if options.dtype == "auto" and (slow := _weights_of_codes(model, dtype, device)):
+        name = str(dtype).removeprefix("torch.")
+        say(
+            f"warning: in {name}, which the model asks for, weights are made of the codes of {slow} layers in every step; products with the"
+            " codes themselves are in bfloat16: inference.dtype=bf16"
+        )
+    own_threads = replaced[0] > 0 and not products_of_torch(model)
+    return Prepared(base, config, device, own, made[1] if options.draft else None, budget, own_threads)
 
 
 def base_of(path: str | Path) -> Path:
@@ -156,6 +164,13 @@ def base_of(path: str | Path) -> Path:
         if not path:
             raise UserError(f"{adapter / ADAPTER_CONFIG} names no base; give the base, and the adapter with it")
     return find(path)
+
+
+def _weights_of_codes(model: CausalLM, dtype: torch.dtype, device: torch.device) -> int:
+    """Layers that a kernel of the CPU would compute with in another dtype."""
+    if device.type != "cpu" or is_gpu(device) or dtype == torch.bfloat16 or not available():
+        return 0
+    return sum(codes_of(module) is not None for module in model.modules())
 
 
 def _draft(path: str, dtype: torch.dtype, device: torch.device, read: Callable[..., CausalLM]) -> CausalLM:

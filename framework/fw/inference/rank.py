@@ -20,6 +20,8 @@ from fw.inference.ranks import HERE, OPTION, Start
 from fw.kernels.threads import alone
 from fw.kinds.kv_cache import Stretch
 from fw.launching.child import ended, joined
+from fw.planned import made_current
+from fw.recipe.choosing import load_plugins
 
 
 class Further(Several):
@@ -33,6 +35,10 @@ class Further(Several):
     def agreed(self, value: int) -> int:
         """The first one's."""
         return int(self.told("agreed")[0])
+
+    def here(self) -> None:
+        """It has done what the first one waits for."""
+        self._connection.send(HERE)
 
     def told(self, kind: str = "") -> Any:
         """What is to be done; of the kind."""
@@ -51,6 +57,7 @@ def serve(ranks: Further, prepared: Prepared) -> None:
             if what == "adapter":
                 name, directory, number = rest
                 adapters[number] = own.adapters.read(name, directory, number)
+                ranks.here()
                 continue
             calls, forgotten, way, pieces = rest
             echo.make(calls)
@@ -70,9 +77,11 @@ def main() -> NoReturn:
 
 
 def _run(connection: Connection[Any, Any], memory: mmap.mmap | None) -> None:
+    load_plugins(connection.recv())  # without which a recipe cannot be read
     start: Start = connection.recv()
     torch.set_num_threads(start.threads)
     if memory is None:
         connection.send(HERE)
-    ranks = Further(start, connection, memory)
-    serve(ranks, prepare(start.path, start.recipe, start.adapter, lambda told: None, ranks=ranks))
+    with made_current(device_of(start.recipe.inference.device, start.rank)):
+        ranks = Further(start, connection, memory)
+        serve(ranks, prepare(start.path, start.recipe, start.adapter, lambda told: None, ranks=ranks))

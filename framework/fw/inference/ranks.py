@@ -35,7 +35,7 @@ from fw.recipe.inference import InferenceRecipe
 
 OPTION = "inference.tensor"
 HERE = "here"
-"""What a rank says before it waits for others."""
+"""What a rank says before it waits for others, and when it has an adapter."""
 _PATIENCE_S = 5
 
 
@@ -149,6 +149,9 @@ class First(Several):
     def loaded(self, adapter: Adapter, directory: str) -> None:
         """There, too."""
         self._tell("adapter", adapter.name, directory, adapter.number)
+        for other in self._others:
+            other.wait()  # the directory may be gone as soon as it is said to be loaded
+        self._check()
         weakref.finalize(adapter, self._forgotten.append, adapter.number).atexit = False
 
     def _tell(self, *message: Any) -> None:
@@ -191,6 +194,7 @@ class _Other:
         self._told: UserError | str | None = None
         self._child = Child("fw.inference.rank", (file,) if file >= 0 else (), {"TQDM_DISABLE": "1"})
         self.process, self.connection = self._child.process, self._child.connection
+        self.connection.send(start.recipe.config)
         self.connection.send(start)
 
     def watch(self, collective: Collective) -> None:

@@ -22,7 +22,8 @@ from fw.kinds.model import CausalLM
 from fw.planned import is_gpu, on_gpu, planned_gpu
 
 _MOST = 32
-"""Recordings, each of steps of another form; one takes about what activations of such a step do."""
+"""Recordings, each of steps of another form, besides those of one token each on a GPU; one takes about what activations of such a step
+do."""
 _TOKENS, _TOKENS_ON_GPU = 64, 512
 """Most of a step that is recorded: with more, products take the time, and not Python."""
 _SIZES_ON_GPU = (1, 2, 4)
@@ -78,20 +79,22 @@ def _alike(found_RV: Tensor, again_RV: Tensor) -> bool:
 class _Inputs:
     """Ids and positions of a step's tokens, and the rows whose logits are wanted.
 
-    A GPU may not have read what it was last told when it is told of the next step, but of the one before that it has: there are two of
-    what the host writes.
+    A GPU may not have read what it was last told when it is told of the next step: there are two of what the host writes, which is waited
+    for where nobody has waited for the step of the one before.
     """
 
     def __init__(self, rows: Sequence[int], tokens: int, device: torch.device) -> None:
         self._there = torch.zeros((2, tokens), dtype=torch.int64, device=device)
         two = [torch.zeros((2, tokens), dtype=torch.int64, pin_memory=True) for _ in range(2)] if is_gpu(device) else []
-        self._hosts = two or [self._there]
+        self._hosts = [(host, torch.cuda.Event() if host.is_pinned() else None) for host in two or [self._there]]
         self.ids_1T, self.positions_1T = self._there[:1], self._there[1:]
         self.wanted_R = None if len(rows) == tokens else torch.tensor(rows, device=device)
 
     def fill(self, pieces: Sequence[Piece], tokens_T: Tensor | None) -> None:
         self._hosts.reverse()
-        host = self._hosts[0]
+        host, read = self._hosts[0]
+        if read is not None:
+            read.synchronize()
         ids, positions = host.numpy()
         at = [at for piece in pieces for at in range(piece.stretch.start, piece.stretch.end)]
         positions[: len(at)] = at
@@ -99,6 +102,8 @@ class _Inputs:
             ids[: len(at)] = [token for piece in pieces for token in piece.tokens]
         if host is not self._there:
             self._there.copy_(host, non_blocking=True)
+            if read is not None:
+                read.record()
         if tokens_T is not None:
             self.ids_1T[0, : len(at)].copy_(tokens_T)
 
@@ -238,6 +243,7 @@ class SteadySteps:
                 self._known[form] = _Step(inputs, places, recorder.tape(logits_RV), logits_RV)
         except NotRepeatable as why:
             self.refused = str(why)
-        if len(self._known) > _MOST:
-            self._known.popitem(last=False)
+        others = [form for form in self._known if not (self._on_gpu and set(form) == {(1, 1)})]
+        if len(others) > _MOST:
+            del self._known[others[0]]
         return logits_RV

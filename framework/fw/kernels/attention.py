@@ -15,7 +15,7 @@ from torch import Tensor
 from fw.kernels.calls import Kernel
 from fw.planned import planned_gpu
 
-Kind = Literal["fp32", "bf16", "int8", "int4"]
+Kind = Literal["fp32", "bf16", "fp16", "int8", "int4"]
 _KINDS: dict[str, int] = {"fp32": 0, "bf16": 1, "int8": 2, "int4": 3}
 _COMPUTED = (torch.float32, torch.bfloat16)
 
@@ -39,7 +39,11 @@ class Rows:
     def bytes(self) -> int:
         """Of a row: int8 has a scale for each group, int4 a step and a smallest number."""
         groups = self.dim // self.group
-        return {"fp32": 4 * self.dim, "bf16": 2 * self.dim, "int8": self.dim + 2 * groups, "int4": self.dim // 2 + 4 * groups}[self.kind]
+        if self.kind == "int8":
+            return self.dim + 2 * groups
+        if self.kind == "int4":
+            return self.dim // 2 + 4 * groups
+        return (4 if self.kind == "fp32" else 2) * self.dim
 
 
 _ATTEND = Kernel("fw_attend", [ctypes.c_void_p] * 7 + [ctypes.c_long] * 12 + [ctypes.c_float] * 2)

@@ -74,7 +74,7 @@ def attend_blocks(
     tokens, heads, dim = q_TNH.shape
     kv_heads, size = keys_CKSR.shape[1:3]
     out_TNH = torch.empty((tokens, heads, dim), dtype=q_TNH.dtype, device=q_TNH.device)
-    plain = rows.kind in ("fp32", "bf16")
+    plain = rows.kind in ("fp32", "bf16", "fp16")
     kept = [x.view(q_TNH.dtype) if plain else x for x in (keys_CKSR, values_CKSR)]
     scales = kept if plain else [x.view(torch.bfloat16) for x in kept]
     wide = max(16, gpu.power_of_two(dim))

@@ -30,11 +30,13 @@ class Graph:
                 self.result = compute()
             return
         self._graph = torch.cuda.CUDAGraph()
+        stream = torch.cuda.current_stream()
         try:
             # Other threads may talk to the GPU meanwhile.
             with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
                 self.result = compute()
         except RuntimeError as error:
+            torch.cuda.set_stream(stream)  # torch leaves its own where the end of a capture fails
             torch.cuda.synchronize()
             raise NotRepeatable(f"no CUDA graph holds what it does: {str(error).splitlines()[0]}") from None
 

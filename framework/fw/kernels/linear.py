@@ -43,7 +43,8 @@ def layer_of(weight_OI: Tensor) -> nn.Linear:
 def packed(weight_OI: Tensor, room: Room, together: int = 2) -> Tensor:
     """As the kernels read it, ``[⌈O/32⌉, ⌈I/g⌉, 32, g]`` with g neighbours ``together``, filled up with zeros."""
     outputs, inputs = weight_OI.shape
-    padded_OI = F.pad(weight_OI, (0, -inputs % together, 0, -outputs % PANEL))
+    fill = -inputs % together, -outputs % PANEL
+    padded_OI = F.pad(weight_OI, (0, fill[0], 0, fill[1])) if any(fill) else weight_OI  # which copies in any case
     panels = padded_OI.view(-1, PANEL, padded_OI.shape[1] // together, together).transpose(1, 2)
     found = room.empty(panels.shape, panels.dtype)
     apart = (panels.storage_offset(), *panels.stride()[:3])
@@ -203,7 +204,10 @@ class W8A8Linear(PackedLinear):
 
 def _codes(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
     """-127 … 127, and the scale of each row."""
-    scale_O = weight_OI.abs().amax(1).float() / 127
+    most_O = weight_OI.new_empty(len(weight_OI))
+    for begin in range(0, len(weight_OI), 256):
+        torch.amax(weight_OI[begin : begin + 256].abs(), 1, out=most_O[begin : begin + 256])
+    scale_O = most_O.float() / 127
     by_O = torch.where(scale_O > 0, 1 / scale_O, 0.0)
     codes_OI = torch.empty(weight_OI.shape, dtype=torch.int8)
     for begin in range(0, len(weight_OI), 256):  # so that no more than a few rows are there in fp32

@@ -59,23 +59,27 @@ def attend(
     )
     position_M = start + query_M
     total = start + tl.minimum(length, (tile * ROWS + ROWS - 1) // share + 1)
-    if first_query >= length:
-        total = start * 0
     first = start * 0
     if WINDOW:
         first = tl.maximum(0, start + first_query - window + 1)
-    lowest = first
+    # What is between sinks and window is not looked at: the blocks with sinks come first, and then the window's.
+    near = start * 0
     if SINKS:
-        lowest = start * 0
-    each = tl.cdiv(tl.cdiv(total - lowest, BLOCK), part_count) * BLOCK
-    low = lowest + part * each
-    high = tl.minimum(total, low + each)
+        near = tl.cdiv(tl.minimum(first, sinks), BLOCK) * BLOCK
+    looked_at = tl.where(first_query < length, near + total - first, 0)
+    each = tl.cdiv(tl.cdiv(looked_at, BLOCK), part_count) * BLOCK
+    low = part * each
+    high = tl.minimum(looked_at, low + each)
     most_M = tl.full([ROWS], -float("inf"), tl.float32)
     sum_M = tl.zeros([ROWS], tl.float32)
     acc_MH = tl.zeros([ROWS, WIDE], tl.float32)
     for at in range(low, high, BLOCK):
-        pos_N = at + tl.arange(0, BLOCK)
-        there_N = (pos_N < high) & ((pos_N >= first) | (pos_N < sinks))
+        nth_N = at + tl.arange(0, BLOCK)
+        pos_N = nth_N + first
+        there_N = nth_N < high
+        if SINKS:
+            pos_N = tl.where(nth_N < near, nth_N, pos_N - near)
+            there_N = there_N & ((nth_N >= near) | (pos_N < tl.minimum(first, sinks)))
         block_N = tl.load(tables + sequence.to(tl.int64) * blocks + pos_N // SIZE, mask=there_N, other=0).to(tl.int64)
         # The place in a block is multiplied before it is added to: of a sum Triton believes that each number is as aligned as the first.
         row_N = (block_N * KV + kv) * (SIZE * ROW) + pos_N % SIZE * ROW

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from fw.errors import UserError
 from fw.kinds.model import CausalLM, Quantized
 from fw.registry import Plugin
 
@@ -33,6 +35,21 @@ class StoredWeight(ABC):
     @abstractmethod
     def kept(self, weight: Quantized) -> Mapping[str, Tensor] | None:
         """Values of the parameters that a model keeps it as, bit for bit; None where it keeps the weight in another way."""
+
+
+@contextmanager
+def reading_codes(name: str) -> Iterator[None]:
+    """Of a weight, by a function that gives tensors of its files.
+
+    Raises:
+        UserError: one that belongs to it is not there.
+    """
+    try:
+        yield
+    except KeyError as missing:
+        raise UserError(
+            f"{name}: its files hold codes, and there is no {missing.args[0]}; have the directory whole, or take one of the plain weights"
+        ) from None
 
 
 class QuantizationPlugin(Plugin):
@@ -93,7 +110,7 @@ class QuantizationPlugin(Plugin):
         """Be given the files that :meth:`from_hf` was about, for what their ``quantization_config`` does not say; before :meth:`apply`.
 
         Args:
-            read: gives a tensor of the files.
+            read: gives a tensor of the files; KeyError where there is none.
         """
 
     def hf_config(self, model: CausalLM) -> Mapping[str, Any]:
@@ -108,7 +125,7 @@ class QuantizationPlugin(Plugin):
         """A weight of :meth:`stored`.
 
         Args:
-            read: gives a tensor of the files.
+            read: gives a tensor of the files; KeyError where there is none.
 
         Raises:
             UserError: it is not what its description says.

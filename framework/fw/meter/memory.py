@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -158,10 +159,42 @@ def available_bytes(device: torch.device) -> int:
     with suppress(OSError, ValueError, IndexError):
         line = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemAvailable:"))
         bounds.append(int(line.split()[1]) * 1024)
-    for limit, used in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-    ):
-        with suppress(OSError, ValueError):  # no such file, or "max"
-            bounds.append(int(Path(limit).read_text()) - int(Path(used).read_text()))
+    for group in _GROUPS:
+        if (left := group.left()) is not None:
+            bounds.append(left)
     return max(0, min(bounds)) if bounds else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+
+
+@dataclass(frozen=True)
+class ControlGroup:
+    """Of processes whose memory has a limit: what a container is.
+
+    Attributes:
+        limit, used: files in ``place`` with a number of bytes each.
+        kept: lines of ``memory.stat`` there, of what counts as used, and is given back when it is wanted: files that were read.
+    """
+
+    place: Path
+    limit: str
+    used: str
+    kept: tuple[str, ...]
+
+    def left(self) -> int | None:
+        """Bytes until its limit; None where there is none."""
+        try:
+            left = int((self.place / self.limit).read_text()) - int((self.place / self.used).read_text())
+        except (OSError, ValueError):  # no such file, or "max"
+            return None
+        with suppress(OSError, ValueError):
+            stat = dict(line.split() for line in (self.place / "memory.stat").read_text().splitlines())
+            left += sum(int(stat.get(name, 0)) for name in self.kept)
+        return left
+
+
+_GROUPS = (
+    ControlGroup(Path("/sys/fs/cgroup"), "memory.max", "memory.current", ("active_file", "inactive_file", "slab_reclaimable")),
+    ControlGroup(
+        Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.usage_in_bytes", ("total_active_file", "total_inactive_file")
+    ),
+)
+"""As they see themselves from inside, in the versions 2 and 1 of cgroups."""

@@ -14,9 +14,9 @@ from fw.errors import UserError
 from fw.inference.prepare import SHARE, device_of
 from fw.kinds.offload import OffloadPolicy
 from fw.meter.devices import Device
-from fw.meter.memory import available_bytes
+from fw.meter.memory import anonymous_bytes, available_bytes
 from fw.planning.generation import gpu_here, plan_generation
-from fw.planning.plan import CPU
+from fw.planning.plan import CPU, host_memory
 from fw.recipe.inference import InferenceRecipe
 
 _TRIES = 3
@@ -44,9 +44,10 @@ def placed(path: str | Path, recipe: InferenceRecipe, adapter: str | Path | None
     if policy.budget is not None:
         return replace(recipe, offload=policy)
     whole = replace(recipe, offload=OffloadPolicy())
-    if plan_generation(path, whole, adapter, gpu).fits:
+    within = _free_here if here and gpu is None and not recipe.inference.budget else _as_it_is
+    if plan_generation(path, within(whole), adapter, gpu).fits:
         return whole
-    leanest = plan_generation(path, replace(recipe, offload=policy), adapter, gpu)
+    leanest = plan_generation(path, within(replace(recipe, offload=policy)), adapter, gpu)
     assert leanest.budget is not None and leanest.generation is not None
     taken, parts = leanest.largest.taken, leanest.largest.at_peak
     if not leanest.fits:
@@ -61,7 +62,7 @@ def placed(path: str | Path, recipe: InferenceRecipe, adapter: str | Path | None
     for _ in range(_TRIES):
         tried = replace(recipe, inference=inference, offload=replace(policy, budget=most))
         try:
-            plan = plan_generation(path, tried, adapter, gpu)
+            plan = plan_generation(path, within(tried), adapter, gpu)
         except UserError:  # fewer than the fewest
             break
         if plan.fits:
@@ -83,6 +84,16 @@ def placed_here(path: str | Path, recipe: InferenceRecipe, adapter: str | Path |
         host = _host_share() if policy.host_budget is None else policy.host_budget
         return replace(recipe, offload=replace(policy, automatic=False, host_budget=host))
     return placed(path, recipe, adapter, here=True, gpu=gpu_here(recipe))
+
+
+def _free_here(recipe: InferenceRecipe) -> InferenceRecipe:
+    """With what this process has and can have for a budget: others may have much of the host's memory, and a container has a limit."""
+    budget = min(host_memory(), anonymous_bytes() + available_bytes(torch.device(CPU)))
+    return replace(recipe, inference=replace(recipe.inference, budget=f"{budget}B"))
+
+
+def _as_it_is(recipe: InferenceRecipe) -> InferenceRecipe:
+    return recipe
 
 
 def _host_share() -> int:

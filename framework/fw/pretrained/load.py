@@ -86,7 +86,7 @@ def load_model(
     tensors, added = made.stored(), made.adapters.added if made.adapters is not None else {}
     own = {n: t for n, t in tensors.items() if n not in added and n not in made.in_files}
     pieces: Callable[[Mapping[str, Tensor]], Iterable[Mapping[str, Any]]] = (lambda those: [those]) if division is None else division.pieces
-    fill = quantizing(filling, made, filling.codes)
+    fill = quantizing(filling, made, filling.codes, filling.done)
     for some in pieces(own):
         fill(some)
     if put is not None:

@@ -47,10 +47,10 @@ def attend(
     if softcap is None:
         return _sdpa(q_NQH, k_KLH, v_KLH, seen_QL, False, scale)
     groups = len(k_KLH)
-    q_KGQH = q_NQH.unflatten(0, (groups, -1))
-    scores_KGQL = softcap * torch.tanh(q_KGQH @ k_KLH[:, None].transpose(-1, -2) * (scale / softcap))
+    q_KRH = q_NQH.reshape(groups, -1, q_NQH.shape[-1])  # the rows of all heads of a group: so its keys and values are not repeated
+    scores_KGQL = (softcap * torch.tanh(q_KRH @ k_KLH.mT * (scale / softcap))).unflatten(1, (-1, queries))
     weights_KGQL = scores_KGQL.float().masked_fill(~seen_QL, -torch.inf).softmax(-1).to(v_KLH.dtype)
-    return (weights_KGQL @ v_KLH[:, None]).flatten(0, 1).transpose(0, 1)
+    return (weights_KGQL.flatten(1, 2) @ v_KLH).unflatten(1, (-1, queries)).flatten(0, 1).transpose(0, 1)
 
 
 def _seen(of_Q: Tensor, positions_L: Tensor, window: int | None, sinks: int) -> Tensor:

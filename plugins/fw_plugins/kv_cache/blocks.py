@@ -49,6 +49,8 @@ class BlockPool:
         self._known: dict[bytes, int] = {}
         self._left: OrderedDict[int, None] = OrderedDict()
         """Blocks that nobody has and whose content is known, who was left first at the beginning."""
+        self._trimmed: dict[int, int] = {}
+        """Up to which place of its table a sequence has left what it had to."""
         self._chains: dict[int, list[bytes]] = {}
         """Digests of each sequence's full blocks."""
 
@@ -90,14 +92,18 @@ class BlockPool:
         """Leave the blocks of positions from ``first`` on and before ``since`` that have no others; for sequences that share nothing by
         content."""
         table = self.tables.get(sequence, [])
-        for at in range(self.blocks_for(first), min(len(table), max(0, since) // self.size)):
+        begin, end = max(self.blocks_for(first), self._trimmed.get(sequence, 0)), min(len(table), max(0, since) // self.size)
+        for at in range(begin, end):
             if table[at] != LEFT:
                 self._leave(table[at])
                 table[at] = LEFT
+        if end > begin:
+            self._trimmed[sequence] = end
 
     def release(self, sequence: int) -> None:
         """Its blocks are nobody's, but where others have them too; last ones first, since those before them are found without them."""
         self._chains.pop(sequence, None)
+        self._trimmed.pop(sequence, None)
         for block in reversed(self.tables.pop(sequence, [])):
             if block != LEFT:
                 self._leave(block)
@@ -110,6 +116,8 @@ class BlockPool:
                 self._holders[block] += 1
         self.tables[target] = list(shared)
         self._chains[target] = self._chains.get(source, [])[: length // self.size]
+        if source in self._trimmed:
+            self._trimmed[target] = self._trimmed[source]
 
     def reuse(self, sequence: int, tokens: Sequence[int], salt: bytes = b"") -> int:
         """Begin with known blocks; how many tokens are in them, less than all. What is known of another salt is of others."""

@@ -162,7 +162,7 @@ class CacheInBlocks(KVCache):
         for kept, x_TKH in ((keys, k_TKH), (values, v_TKH)):
             kept[step.slots_T // size, :, step.slots_T % size] = self._keeping.encode(x_TKH)
         out_TNH = torch.empty_like(q_TNH)
-        if (single := step.single) is not None:
+        for single in step.singles:
             slots_BL, seen_BL = single.seen(window, sinks)
             k_BLKH, v_BLKH = (self._keeping.decode(kept[slots_BL // size, :, slots_BL % size], dim) for kept in (keys, values))
             out_TNH[single.rows_B] = attend_to_all(q_TNH[single.rows_B], k_BLKH, v_BLKH, seen_BL, scale=scale, softcap=softcap)

@@ -49,8 +49,9 @@ class Plain(Keeping):
         return dim * self.dtype.itemsize
 
     def rows(self, dim: int) -> Rows | None:
-        """Of fp32 and bf16."""
-        return {torch.float32: Rows("fp32", dim, dim), torch.bfloat16: Rows("bf16", dim, dim)}.get(self.dtype)
+        """Of fp32, bf16, and fp16, which kernels of GPUs know."""
+        rows = {torch.float32: Rows("fp32", dim, dim), torch.bfloat16: Rows("bf16", dim, dim), torch.float16: Rows("fp16", dim, dim)}
+        return rows.get(self.dtype)
 
     def encode(self, x_TKH: Tensor) -> Tensor:
         """Their bytes."""

@@ -92,6 +92,8 @@ class _Told:
         self.words = torch.zeros(_words(sizes), dtype=torch.int32, pin_memory=True)
         slots, tables, self.starts, self.begins, self.few, self.others = (part.numpy() for part in _parts(self.words, sizes))
         self.slots, self.tables = slots.view(np.int64), tables.reshape(shape)
+        self.read = torch.cuda.Event() if self.words.is_pinned() else None
+        """When a GPU has."""
         self._written: list[tuple[list[int], int] | None] = [None] * shape[0]
         """The table of each sequence, and up to which position it has been told."""
 
@@ -119,8 +121,8 @@ class _Told:
 class OnGPU:
     """A step's sequences, for the kernels of GPUs: those of few tokens, and the others.
 
-    A GPU may not have read what it was last told when it is told of the next step, but of the one before that it has: there are two of
-    what the host writes.
+    A GPU may not have read what it was last told when it is told of the next step: there are two of what the host writes, which is waited
+    for where nobody has waited for the step of the one before.
 
     Args:
         lengths: tokens of each sequence; fewer sequences may be there.
@@ -159,8 +161,12 @@ class OnGPU:
         else:
             told = self._told.pop(0)
             self._told.append(told)
+        if told.read is not None:
+            told.read.synchronize()
         told.fill(stretches, pool, self._is_few)
         self.words.copy_(told.words, non_blocking=True)
+        if told.read is not None:
+            told.read.record()
         return self
 
 
@@ -173,7 +179,7 @@ class GPUPlaces(Places):
 
 @dataclass(frozen=True)
 class ForOperators:
-    """A step's sequences, those with one token together.
+    """A step's sequences, of those with one token such of about one length together.
 
     Attributes:
         slots_T: where each token is kept.
@@ -181,7 +187,7 @@ class ForOperators:
     """
 
     slots_T: Tensor
-    single: Single | None
+    singles: Sequence[Single]
     longer: Sequence[tuple[int, slice, Tensor]]
 
     @staticmethod
@@ -200,12 +206,22 @@ class ForOperators:
             else:
                 longer.append((stretch.start, slice(at, at + stretch.length), slots_L.to(device)))
             at += stretch.length
-        return ForOperators(torch.cat(slots).to(device), Single.of(single, device) if single else None, longer)
+        return ForOperators(torch.cat(slots).to(device), [Single.of(some, device) for some in _of_one_length(single)], longer)
+
+
+def _of_one_length(single: Sequence[tuple[int, Tensor]]) -> list[list[tuple[int, Tensor]]]:
+    """Rows and slots, the longest first: in each part none is shorter than half of the longest, to whose length all are read."""
+    found: list[list[tuple[int, Tensor]]] = []
+    for each in sorted(single, key=lambda one: -len(one[1])):
+        if not found or 2 * len(each[1]) < len(found[-1][0][1]):
+            found.append([])
+        found[-1].append(each)
+    return found
 
 
 @dataclass(frozen=True)
 class Single:
-    """Sequences of which a step computes one token.
+    """Sequences of which a step computes one token, read to the length of the longest.
 
     Attributes:
         rows_B: where it is among the step's.
@@ -227,13 +243,15 @@ class Single:
 
     def seen(self, window: int | None, sinks: int) -> tuple[Tensor, Tensor]:
         """Slots of what any of them sees, and who sees which; both ``[B, L]``."""
-        length = self.slots_BL.shape[1]
-        behind_L = torch.arange(length - 1, -1, -1, device=self.slots_BL.device)
-        seen_BL = behind_L < self.lengths_B[:, None]
-        if window is None:
-            return self.slots_BL, seen_BL
-        if not sinks:
-            return self.slots_BL[:, -window:], seen_BL[:, -window:]
-        seen_BL &= (behind_L < window) | (self.lengths_B[:, None] - 1 - behind_L < sinks)
+        length, device = self.slots_BL.shape[1], self.slots_BL.device
+        last = length if window is None else min(window, length)
+        behind_L = torch.arange(last - 1, -1, -1, device=device)
+        slots_BL, seen_BL = self.slots_BL[:, length - last :], behind_L < self.lengths_B[:, None]
+        if not sinks or last == length:
+            return slots_BL, seen_BL
+        first_S = torch.arange(min(sinks, length - last), device=device)
+        at_BS = length - self.lengths_B[:, None] + first_S
+        seen_BS = first_S < self.lengths_B[:, None] - last
         # A block that was left may be anybody's now, or nobody's.
-        return torch.where(seen_BL, self.slots_BL, self.slots_BL[:, -1:]), seen_BL
+        slots_BS = torch.where(seen_BS, self.slots_BL.gather(1, at_BS.clamp(max=length - 1)), self.slots_BL[:, -1:])
+        return torch.cat([slots_BS, slots_BL], 1), torch.cat([seen_BS, seen_BL], 1)

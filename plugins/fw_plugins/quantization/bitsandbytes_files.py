@@ -63,7 +63,9 @@ class FourBitWeight(CodedWeight):
         expected, nested_expected = tables(self.layout.quant_type)
         if not torch.equal(table.float(), expected):
             raise UserError(f"{self._name}: its codes stand for other numbers than {self.layout.quant_type}'s")
-        found = {"weight": codes.view(torch.uint8).view(self.layout.features[0], -1)}
+        codes = codes.contiguous().view(torch.uint8).flatten()
+        rows = self.layout.features[0]
+        found = {"weight": codes if codes.numel() % rows else codes.view(rows, -1)}
         if not self.layout.nested:
             return {**found, ABSMAX: absmax.float().view(torch.int32)}
         if not torch.equal(self._read(f"{self._name}.nested_quant_map").float(), nested_expected):

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fw.api import CausalLM, Conflicts, QuantizationPlugin, Quantized, StoredWeight, UserError
+from fw.api import CausalLM, Conflicts, QuantizationPlugin, Quantized, StoredWeight, UserError, reading_codes
 from fw.api.kernels import GroupedCodes
 
 CONFLICTS = (
@@ -88,15 +88,26 @@ class CodedWeight(StoredWeight):
     def values(self) -> dict[str, Tensor]:
         """What a layer keeps, in the order of :meth:`Layout.kept`, read now."""
 
+    def _whole(self) -> dict[str, Tensor]:
+        """The values, which are of the shapes and dtypes that a layer keeps."""
+        values = self.values()
+        for key, (shape, dtype) in self.layout.kept().items():
+            if values[key].shape != shape or values[key].dtype != dtype:
+                raise UserError(
+                    f"{self._name}: of a weight {list(self.shape)} there is {key} {list(values[key].shape)} of {values[key].dtype}, and not"
+                    f" {list(shape)} of {dtype}; take a directory of the plain weights"
+                )
+        return values
+
     def dense(self) -> Tensor:
         """What the codes stand for."""
-        return self.layout.dequantize(tuple(self.values().values()), self._dtype)
+        return self.layout.dequantize(tuple(self._whole().values()), self._dtype)
 
     def kept(self, weight: Quantized) -> Mapping[str, Tensor] | None:
         """The same bytes, where the layout is the same."""
         if not isinstance(weight.quantize, Quantize) or weight.quantize.layout != self.layout:
             return None
-        return weight.quantize.named(self.values())
+        return weight.quantize.named(self._whole())
 
 
 class CodedLinear(nn.Linear):
@@ -206,7 +217,8 @@ class CodedLinears(QuantizationPlugin):
             return None
         if own[0].transposed:
             raise UserError(f"{own[0].name}: codes of a weight that files hold transposed are not read; take the plain weights")
-        return self.layout_in_files(own[0].name, self._read)
+        with reading_codes(own[0].name):
+            return self.layout_in_files(own[0].name, self._read)
 
     def _skips(self, name: str, model: CausalLM) -> bool:
         if self._in_files is not None:

@@ -39,6 +39,10 @@ def read_gptq(config: Mapping[str, Any], names: Collection[str]) -> GroupedFiles
     if form not in (GPTQ, "gptq_v2"):
         raise UserError(f"checkpoint_format: '{form}' is not read, only gptq and gptq_v2; {_PLAIN}")
     scheme = Scheme(_bits(config, (4, 8)), _group_size(config), bool(config.get("sym", True)))
+    if config.get("desc_act") and scheme.group_size != -1:
+        stems = (name.removesuffix(_CODES) for name in names if name.endswith(f".{_CODES}"))
+        if (lost := next((stem for stem in stems if f"{stem}{_GROUPS}" not in names), None)) is not None:
+            raise UserError(f"desc_act: true, and there is no {lost}{_GROUPS}, which says what group a column is of; {_PLAIN}")
     return GPTQFiles(scheme, one_less=form == GPTQ)
 
 
@@ -135,10 +139,7 @@ class _ColumnsWeight(CodedWeight):
         self.layout = Grouped((out, into), scheme.bits, group, scheme.symmetric)
 
     def _tensor(self, key: str) -> Tensor:
-        try:
-            return self._read(f"{self._stem}{key}")
-        except KeyError:
-            raise UserError(f"{self._stem}{_CODES}: are codes, and there is no {self._stem}{key}") from None
+        return self._read(f"{self._stem}{key}")
 
     @abstractmethod
     def _inputs(self, groups: int, scheme: Scheme) -> int:
@@ -158,7 +159,9 @@ class _ColumnsWeight(CodedWeight):
         bits, expected = self.layout.bits, self.layout.kept()["weight"][0]
         codes, scale_GO = self._codes(), self._tensor(_SCALES)
         if tuple(codes.shape) != expected:
-            raise UserError(f"{self._name}: {list(codes.shape)} bytes of codes, where [{out}, {into}] of {bits} bits have {list(expected)}")
+            raise UserError(
+                f"{self._name}: {list(codes.shape)} bytes of codes, where [{out}, {into}] of {bits} bits have {list(expected)}; {_PLAIN}"
+            )
         found = {"weight": codes, SCALE: scale_GO.t().float().contiguous().view(torch.int32)}
         words = self._tensor(_ZEROS).shape
         if tuple(words) != (self.layout.groups, -(-out * bits // 32)):

@@ -1,7 +1,8 @@
 """Grouped integers in files, in the ``pack-quantized`` form of compressed-tensors, which transformers and vLLM read.
 
 Of ``X.weight`` there are ``X.weight_packed``, 32-bit words of codes ``[O, I · bits / 32]``, the first code in the low bits;
-``X.weight_scale`` ``[O, G]``; ``X.weight_shape``, O and I; and, where codes are asymmetric, ``X.weight_zero_point``, packed along O.
+``X.weight_scale`` ``[O, G]``; ``X.weight_shape``, O and I; and, where codes are asymmetric, ``X.weight_zero_point``, packed along O, or,
+as versions to 0.9.3 wrote it, int8 ``[O, G]``, counted from the middle of the codes.
 """
 
 from __future__ import annotations
@@ -114,8 +115,16 @@ class PackedWeight(CodedWeight):
         found = {"weight": packed, SCALE: self._scale_OG.float().contiguous().view(torch.int32)}
         if self.layout.symmetric:
             return found
-        zero_GO = self._read(_beside(self._name, ZERO)).t().contiguous().view(torch.uint8)
-        return {**found, ZERO: unpack(zero_GO, bits, rows).t().contiguous()}
+        zero = self._read(_beside(self._name, ZERO))
+        if zero.dtype == torch.int8 and zero.shape == self._scale_OG.shape:
+            return {**found, ZERO: (zero.to(torch.int16) + 2 ** (bits - 1)).to(torch.uint8)}
+        words = [-(-rows * bits // 32), self.layout.groups]
+        if zero.dtype != torch.int32 or list(zero.shape) != words:
+            raise UserError(
+                f"{self._name}: zero points {list(zero.shape)} of {zero.dtype} are neither words {words} of torch.int32, nor torch.int8"
+                f" {list(self._scale_OG.shape)}; take a directory of the plain weights"
+            )
+        return {**found, ZERO: unpack(zero.t().contiguous().view(torch.uint8), bits, rows).t().contiguous()}
 
 
 def written(name: str, weight: Quantized, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
