@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,14 +15,10 @@ from safetensors.torch import load_file, save_file
 
 import fw
 import tokens
-from fw.checkpointing.placement import quantizing
-from fw.checkpointing.quantized_files import weights_of
-from fw.checkpointing.tensor_files import weights_for
 from fw.cli import main
 from fw.config import Config, overridden
 from fw.errors import UserError
 from fw.planning.generation import plan_generation
-from fw.pretrained.load import structure
 from fw.recipe.inference import resolve_inference
 from fw_plugins.quantization.grouped import ORDER
 from live import assemblies
@@ -326,36 +321,6 @@ def test_an_order_of_columns_that_is_lost_is_not_guessed(tmp_path: Path) -> None
     change_config(tmp_path, lambda config: config["quantization_config"].update(desc_act=True))
     with pytest.raises(UserError, match=rf"desc_act: true, and there is no {LAYER}\.g_idx, which says what group a column is of"):
         fw.load_model(tmp_path)
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="pages of files are Linux's to ask for")
-@pytest.mark.parametrize("whole", [False, True])
-def test_pages_of_what_was_read_go(tmp_path: Path, whole: bool) -> None:
-    """As codes, and as the weights that they stand for."""
-    written(tmp_path, "llama", FORMS["gptq"])
-    file = tmp_path / "model.safetensors"
-    files = weights_of(tmp_path)
-    assert resident(file) < file.stat().st_size / 2
-    model, *_ = structure(tmp_path, torch.float32, quantization="none" if whole else None)
-    assert bool(model.quantized) != whole
-    model.to_empty(device="cpu")
-    filling = weights_for(files, model)
-    quantizing(filling, model, filling.codes, filling.done)(model.stored())
-    left = resident(file)
-    files.whole("model.layers.0.mlp.up_proj.weight")
-    assert left <= 16 * 4096 + file.stat().st_size / 4 < file.stat().st_size / 2, "what tensors share pages with"
-    assert resident(file) > left, "the file is mapped still"
-
-
-def resident(file: Path) -> int:
-    """Bytes of its mappings that are in memory."""
-    found, inside = 0, False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        if "-" in line.split(" ", 1)[0]:
-            inside = line.endswith(str(file))
-        elif inside and line.startswith("Rss:"):
-            found += 1024 * int(line.split()[1])
-    return found
 
 
 def test_weights_that_files_hold_transposed_are_refused(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import fw
+from fw.checkpointing.placement import quantizing
 from fw.checkpointing.quantized_files import weights_of
+from fw.checkpointing.tensor_files import weights_for
 from fw.cli import main
 from fw.errors import UserError
+from fw.pretrained.load import structure
 from fw_plugins.quantization.grouped import SCALE, ZERO, Grouped
 
 compressed = pytest.importorskip("compressed_tensors")
@@ -165,7 +169,7 @@ def test_zero_points_as_older_files_have_them(base: Path, kind: str, tmp_path: P
     for name, tensor in tensors.items():
         if name.endswith("weight_zero_point"):
             shape = tensors[name.replace("zero_point", "scale")].shape
-            tensors[name] = unpack_from_int32(tensor, int(kind[1]), shape, packed_dim=0)
+            tensors[name] = unpack_from_int32(tensor, int(kind[1]), shape, packed_dim=0).contiguous()
             changed += 1
     assert changed == 14 and all(t.dtype == torch.int8 for name, t in tensors.items() if name.endswith("weight_zero_point"))
     save_file(tensors, there / "model.safetensors", metadata={"format": "pt"})
@@ -187,6 +191,40 @@ def test_what_is_missing_is_said(base: Path, part: str, tmp_path: Path) -> None:
     why = rf"up_proj\.weight: its files hold codes, and there is no model\.layers\.0\.mlp\.up_proj\.{part}; have the directory whole"
     with pytest.raises(UserError, match=why):
         fw.load_model(there)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="pages of files are Linux's to ask for")
+@pytest.mark.parametrize("whole", [False, True])
+def test_pages_of_what_was_read_go(tmp_path: Path, whole: bool) -> None:
+    """As codes, and as the weights that they stand for."""
+    wide = {"hidden_size": 1024, "intermediate_size": 2048, "num_attention_heads": 8}
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**CONFIG.to_dict(), **wide, "head_dim": 128})).save_pretrained(
+        tmp_path / "base"
+    )
+    there = quantized(tmp_path / "base", "w8a16", False, 32, tmp_path / "q")
+    file = there / "model.safetensors"
+    files = weights_of(there)
+    assert file.stat().st_size > 16 << 20 and resident(file) < 1 << 20
+    model, *_ = structure(there, torch.bfloat16, quantization="none" if whole else None)
+    assert bool(model.quantized) != whole
+    model.to_empty(device="cpu")
+    filling = weights_for(files, model)
+    quantizing(filling, model, filling.codes, filling.done)(model.stored())
+    left = resident(file)
+    assert left < 2 << 20, "what tensors share pages with"
+    files.whole("model.layers.0.mlp.up_proj.weight")
+    assert resident(file) >= left + (2 << 20), "the file is mapped still"
+
+
+def resident(file: Path) -> int:
+    """Bytes of its mappings that are in memory."""
+    found, inside = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if "-" in line.split(" ", 1)[0]:
+            inside = line.endswith(str(file))
+        elif inside and line.startswith("Rss:"):
+            found += 1024 * int(line.split()[1])
+    return found
 
 
 def test_groups_that_do_not_divide_are_refused_with_what_does(base: Path) -> None:

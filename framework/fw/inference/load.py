@@ -200,7 +200,7 @@ def _defaults(generation: dict[str, Any], file: Path) -> Sampling:
     draws = generation.get("do_sample")
     said = _said(generation, (*_PENALTY, *(_CHOICE if draws else ())))
     try:
-        return Sampling(**({"temperature": 0} if draws is False else {}), **said)
+        return Sampling(**said) if draws is not False else Sampling(temperature=0, **said)
     except UserError as error:
         raise UserError(f"{file}: {error}; correct it there") from None
 
