@@ -319,7 +319,7 @@ def test_weights_of_eight_bits(directory, weights, error):
         with pytest.raises(UserError, match=f"inference.weights: {weights} wants a C"):
             fw.LLM(directory, dtype="bf16", weights=weights)
         return
-    with pytest.raises(UserError, match=rf"inference\.weights: {weights} is of layers in bfloat16 on the CPU, and the model has none"):
+    with pytest.raises(UserError, match=rf"inference\.weights: {weights} is of layers in bfloat16 on the CPU; set inference.dtype: bf16"):
         fw.LLM(directory, dtype="fp32", weights=weights)
     prompt = list(range(5, 45))
     whole, coded = (fw.LLM(directory, dtype="bf16", weights=each) for each in ("auto", weights))
