@@ -45,15 +45,18 @@ def inside(path: Path, wanted: str) -> Path | None:
     return None
 
 
-def settled(where: str | Path) -> Path:
-    """The directory that a model or an adapter is in now: which checkpoint of a run is the latest, and what a relative path means, may
-    change.
+def settled(where: str | Path, *wanted: str) -> Path:
+    """The directory that something is in now: which checkpoint of a run is the latest, and what a relative path means, may change.
+
+    Args:
+        wanted: files that it may be known by, the first one's first.
 
     Raises:
-        UserError: as :func:`find` does.
+        UserError: as :func:`find` does, of the first.
     """
     path = Path(where).expanduser()
-    return (inside(path, CONFIG) or inside(path, ADAPTER_CONFIG) or find(where)).absolute()
+    found = (inside(path, name) for name in wanted)
+    return (next(filter(None, found), None) or find(where, wanted[0])).absolute()
 
 
 def confined(directory: Path, root: Path) -> bool:

@@ -17,7 +17,6 @@ from fw.errors import UserError, did_you_mean
 from fw.kernels.fixed_rows import rows_of_products
 from fw.kernels.linear import PackedLinear, available, layer_of, takes
 from fw.kinds.model import CausalLM
-from fw.locate import ADAPTER_CONFIG, find
 from fw.pretrained.low_rank import LowRankChange
 
 
@@ -80,9 +79,8 @@ class Adapters:
         """
         if name in self._loaded:
             raise UserError(f"an adapter '{name}' is loaded already; drop it first, or give another name")
-        place = str(find(directory, ADAPTER_CONFIG).absolute())  # a run's latest may be another one when others read it
-        made = self.read(name, place, next(self._numbers))
-        self._told(made, place)
+        made = self.read(name, directory, next(self._numbers))
+        self._told(made, directory)
         self._loaded[name] = made
 
     def read(self, name: str, directory: str, number: int) -> Adapter:

@@ -24,6 +24,7 @@ from fw.inference.load import load, weight_bytes
 from fw.inference.options import Sampling
 from fw.inference.results import Delta, Pooling, Result
 from fw.inference.uninterrupted import uninterrupted
+from fw.locate import ADAPTER_CONFIG, settled
 from fw.recipe.inference import INFERENCE, InferenceRecipe, resolve_inference
 
 
@@ -112,7 +113,8 @@ class LLM:
         Raises:
             UserError: there is none that fits, it changes more than linear layers by low rank, or the name is taken.
         """
-        self._between_steps(lambda: self.engine.adapters.load(name, str(directory)))
+        place = str(settled(directory, ADAPTER_CONFIG))
+        self._between_steps(lambda: self.engine.adapters.load(name, place))
 
     def drop_adapter(self, name: str) -> None:
         """No request may ask for it any more; those that have it go on.

@@ -26,7 +26,7 @@ from fw.kernels.build import with_threads
 from fw.kernels.linear import PackedLinear
 from fw.kernels.threads import alone
 from fw.kinds.model import CausalLM
-from fw.locate import ADAPTER_CONFIG, find, inside, settled
+from fw.locate import ADAPTER_CONFIG, CONFIG, inside, settled
 from fw.planned import made_current
 from fw.recipe.inference import InferenceRecipe
 from fw.tokenizer import TextStream, Tokenizer, load_tokenizer
@@ -67,7 +67,7 @@ def load(path: str | Path, recipe: InferenceRecipe, adapter: str | Path | None =
         UserError: there is no such model, or it cannot generate so.
     """
     options = recipe.inference
-    path, adapter = settled(path), None if adapter is None else find(adapter, ADAPTER_CONFIG).absolute()
+    path, adapter = settled(path, CONFIG, ADAPTER_CONFIG), None if adapter is None else settled(adapter, ADAPTER_CONFIG)
     tokenizer = _tokenizer(path, base_of(path))
     _check_decoder(tokenizer)
     if options.draft:
