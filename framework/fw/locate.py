@@ -46,7 +46,7 @@ def inside(path: Path, wanted: str) -> Path | None:
 
 
 def settled(where: str | Path, *wanted: str) -> Path:
-    """The directory that something is in now: which checkpoint of a run is the latest, and what a relative path means, may change.
+    """The directory that something is in now: which checkpoint of a run is the latest may change.
 
     Args:
         wanted: files that it may be known by, the first one's first.
@@ -56,7 +56,7 @@ def settled(where: str | Path, *wanted: str) -> Path:
     """
     path = Path(where).expanduser()
     found = (inside(path, name) for name in wanted)
-    return (next(filter(None, found), None) or find(where, wanted[0])).absolute()
+    return next(filter(None, found), None) or find(where, wanted[0])
 
 
 def confined(directory: Path, root: Path) -> bool:

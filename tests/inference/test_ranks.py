@@ -344,7 +344,7 @@ def test_a_plugin_of_a_file(small_model, tmp_path):
     assert found.out == run_fw(*words, *said).ok().out
     code = f"{MINE}\nfw.LLM({str(small_model('llama'))!r}, kv_cache='mine', tensor=2)"
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False).stderr
-    assert "kv_cache 'mine' was registered in this process alone, and ranks are processes of their own" in told
+    assert "kv_cache: Mine is of this script alone, and ranks (inference.tensor) are processes of their own" in told
 
 
 def test_from_the_command_line(small_model, tmp_path):

@@ -191,7 +191,10 @@ def test_what_fits_a_smaller_gpu(model):
     assert halves.largest.driver_peak > halves.largest.reserved_peak + 500 * MIB, "NCCL's buffers"
     for words, why in (
         (["inference.device=cpu"], "inference.device: cpu, and --device asks what it takes on h100-80gb"),
-        (["inference.weights=w8a8", "inference.dtype=bf16"], "the model has none"),
+        (
+            ["inference.weights=w8a8", "inference.dtype=bf16"],
+            "is of layers in bfloat16 on the CPU; set inference.dtype: bf16, inference.device: cpu",
+        ),
         (["offload.params=nvme", "inference.tensor=2"], "leaves whole weights in files, and ranks have parts of them"),
     ):
         with pytest.raises(UserError, match=why):

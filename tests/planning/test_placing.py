@@ -168,8 +168,7 @@ def test_what_is_free_bounds_a_cpu(generates, monkeypatch):
     """And not what the machine has: others have some of it, and a container has a limit."""
     needed = plan(generates, "inference.device=cpu", "inference.kv_budget=1MiB").largest.taken
     for free, stays in ((needed + (1 << 20), False), (needed - (1 << 20), True)):
-        monkeypatch.setattr(placing, "anonymous_bytes", lambda: 1 << 20)
-        monkeypatch.setattr(placing, "available_bytes", lambda device, free=free: free - (1 << 20))
+        monkeypatch.setattr(placing, "available_bytes", lambda device, free=free: free)
         config = overridden(Config("test", {}, {}), ["offload={params: auto}", "inference.kv_budget=1MiB", "inference.device=cpu"])
         found = placed_here(generates, resolve_inference(config))
         assert (found.offload.params == "nvme") == stays and not found.inference.budget

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from fw.checkpointing.tensor_files import Rows, TensorFiles
 from fw.errors import UserError
 from fw.kinds import plugin_class
 from fw.kinds.model import Quantized
-from fw.kinds.quantization import QuantizationPlugin, StoredWeight, reading_codes
+from fw.kinds.quantization import NotThere, QuantizationPlugin, StoredWeight, reading_codes
 from fw.locate import CONFIG
 from fw.place import Place, place
 
@@ -89,7 +90,19 @@ class QuantizedFiles(TensorFiles):
         return self.whole(name)[tuple(region)] if name in self._stored else super()._region(name, region)
 
     def _open(self, name: str) -> StoredWeight:
-        return self._plugin.open(name, lambda part: self._inner[part].get_tensor(part))
+        return self._plugin.open(name, _read(self._inner))
+
+
+def _read(files: Mapping[str, Any]) -> Callable[[str], Tensor]:
+    """What gives a tensor of files, by the file that each is in."""
+
+    def read(name: str) -> Tensor:
+        if name not in files:
+            raise NotThere(name)
+        found: Tensor = files[name].get_tensor(name)
+        return found
+
+    return read
 
 
 def weights_of(directory: Path | Place) -> TensorFiles:
@@ -124,7 +137,7 @@ def quantization_for(directory: Path | Place) -> QuantizationPlugin | None:
         except UserError as error:
             raise UserError(f"{found / CONFIG}: quantization_config: {error}") from None
         if plugin is not None:
-            plugin.look(lambda part: where[part].get_tensor(part))
+            plugin.look(_read(where))
             return plugin
     raise UserError(
         f"{found / CONFIG}: quantization_config: no quantization plugin reads these weights: quant_method '{method}'"

@@ -26,8 +26,8 @@ class InferenceSection:
     """Ranks on this host that divide every layer between them, a GPU each; on the CPU processes that share the cores, one for each
     socket's memory. Weights, keys and values of a rank are its part: as many times less."""
     kv_budget: str = ""
-    """Most that keys and values of a rank may take, like 2GiB. Host memory follows use up to it; a GPU's is taken at once. Empty for what
-    max_sequences sequences of the whole context take, but no more than 0.4 of free memory."""
+    """Most that keys and values of a rank may take, like 2GiB. Host memory follows use up to it; blocks on a GPU are taken at once. Empty
+    for what max_sequences sequences of the whole context take, but no more than 0.4 of free memory."""
     budget: str = ""
     """Most that weights, a step, keys and values of a rank may take together, like 8GiB: what is left is for keys and values. Empty for no
     bound."""

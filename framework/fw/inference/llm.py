@@ -68,6 +68,8 @@ class LLM:
 
     def _begin(self, path: str | Path, recipe: InferenceRecipe, adapter: str | Path | None, say: Callable[[str], None] = print) -> None:
         loaded = load(path, recipe, adapter, say)
+        self.offload = recipe.offload
+        """Where weights are: as it was found out, where ``auto`` was asked for."""
         self.engine, self.tokenizer, self.model, self.defaults = loaded.engine, loaded.tokenizer, loaded.model, loaded.defaults
         self.kv_budget_bytes, self.device, self.ranks = loaded.kv_budget_bytes, loaded.device, loaded.ranks
         self.architecture = loaded.architecture

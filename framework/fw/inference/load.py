@@ -90,7 +90,9 @@ def _loaded(prepared: Prepared, recipe: InferenceRecipe, tokenizer: Tokenizer, r
     bring_ahead(own.model)
     trim()  # plain weights have been replaced by packed ones
     cache = own.cache if ranks is None else ranks.mirrored(own.cache)
-    threads = partial(_in_step, prepared.own_threads, None if ranks is None else ranks.threads, prepared.device)
+    # Of a GPU without a number it is the one that is current now; other threads have another.
+    device = torch.device("cuda", torch.cuda.current_device()) if prepared.device.type == "cuda" else prepared.device
+    threads = partial(_in_step, prepared.own_threads, None if ranks is None else ranks.threads, device)
     if isinstance(own.runner, InTiles):
         with threads():
             try_out(own.runner, cache, own.context, own.model.vocab_size)

@@ -13,7 +13,7 @@ from fw.kernels.grouped import GroupedCodes, GroupedLinear
 from fw.kernels.linear import Int8Linear, PackedLinear, PlainLinear, Together, W8A8Linear, available, takes
 from fw.kernels.room import Room
 from fw.kinds.model import CausalLM
-from fw.planned import empty_cache
+from fw.planned import empty_cache, on_gpu
 
 _SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 _CODES = "grouped_codes"
@@ -21,13 +21,14 @@ _CODES = "grouped_codes"
 _MADE = {"auto": PackedLinear, "int8_weight_only": Int8Linear, "w8a8": W8A8Linear}
 
 
-def pack(model: CausalLM, weights: str, dtype: torch.dtype) -> int:
+def pack(model: CausalLM, weights: str, dtype: torch.dtype, guesses: bool = False) -> int:
     """Replace plain linear layers in bfloat16 on the CPU, and those of codes that kernels compute with, one after another; how many.
     Weights that lie in files stay there.
 
     Args:
         weights: ``auto``, in the same memory; ``int8_weight_only`` and ``w8a8`` in half of it.
         dtype: that the model computes in.
+        guesses: whether it guesses for another one, which is asked for codes, too: of this those layers have them that can.
 
     Raises:
         UserError: codes are asked for, and there is no layer to be kept so, or no compiler.
@@ -59,7 +60,7 @@ def pack(model: CausalLM, weights: str, dtype: torch.dtype) -> int:
             layers = [each for name in names if isinstance(each := getattr(module, name, None), PackedLinear)]
             if len(layers) == len(names) and len({layer.kind for layer in layers}) == 1:
                 Together.join(layers)
-    if weights != "auto":
+    if weights != "auto" and not guesses:
         _check_made(model, weights, dtype, made_here)
     return replaced
 
@@ -71,8 +72,10 @@ def products_of_torch(model: CausalLM) -> bool:
 
 def _check_made(model: CausalLM, weights: str, dtype: torch.dtype, made: int) -> None:
     """There is something that was asked for."""
-    if dtype != torch.bfloat16:
-        raise UserError(f"inference.weights: {weights} is of layers in bfloat16 on the CPU; set inference.dtype: bf16")
+    if dtype != torch.bfloat16 or on_gpu(next(model.parameters())):
+        raise UserError(
+            f"inference.weights: {weights} is of layers in bfloat16 on the CPU; set inference.dtype: bf16, inference.device: cpu"
+        )
     adapted = sum(isinstance(module, nn.Linear) and not hasattr(module, _CODES) for module in model.modules())
     if adapted and model.adapters is not None:
         raise UserError(

@@ -114,7 +114,9 @@ def prepare(
     kept = plugin.kept_tokens(context, options.prompt_share)
     sharing = 1 if is_gpu(device) else ranks.ranks
     budget = _budget(options.kv_budget, sum(token_bytes) * kept * options.max_sequences, device, lambda of: free(of) / sharing)
-    replaced = [pack(each, options.weights, dtype) for each in models]  # before there are caches: meanwhile a weight is there twice
+    replaced = [
+        pack(each, options.weights, dtype, each is not model) for each in models
+    ]  # before there are caches: meanwhile a weight is there twice
     if is_gpu(device):
         for each in models:
             join(each)
@@ -146,7 +148,7 @@ def prepare(
     if options.dtype == "auto" and (slow := _weights_of_codes(model, dtype, device)):
         name = str(dtype).removeprefix("torch.")
         say(
-            f"warning: in {name}, which the model asks for, weights are made of the codes of {slow} layers in every step; products with the"
+            f"warning: in {name} (inference.dtype: auto) weights are made of the codes of {slow} layers in every step; products with the"
             " codes themselves are in bfloat16: inference.dtype=bf16"
         )
     own_threads = replaced[0] > 0 and not products_of_torch(model)

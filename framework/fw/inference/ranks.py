@@ -32,6 +32,7 @@ from fw.kernels.meeting import Meeting
 from fw.kinds.kv_cache import KVCache
 from fw.launching.child import Child
 from fw.recipe.inference import InferenceRecipe
+from fw.registry import Plugin
 
 OPTION = "inference.tensor"
 HERE = "here"
@@ -75,18 +76,19 @@ class First(Several):
         path, recipe, adapter: what all load.
 
     Raises:
-        UserError: there are not as many GPUs.
+        UserError: there are not as many GPUs, or a plugin is of this process alone.
     """
 
     def __init__(self, path: str | Path, recipe: InferenceRecipe, adapter: str | Path | None, device: torch.device) -> None:
         ranks = recipe.inference.tensor
+        _check_known_to_all(recipe.kv_cache, recipe.quantization)
         on_gpus = device.type == "cuda"
         if on_gpus and (device.index or 0) + ranks > torch.cuda.device_count():
             raise UserError(f"{OPTION}: {ranks} ranks from {device} on want a GPU each, and {torch.cuda.device_count()} are here")
         self.threads = max(1, torch.get_num_threads() // (1 if on_gpus else ranks))
         self._place = tempfile.TemporaryDirectory(prefix="fw-ranks-")
-        told = None if adapter is None else str(adapter)
-        start = Start(str(path), of_others(recipe), told, 0, ranks, self.threads, str(Path(self._place.name) / "store"))
+        told = None if adapter is None else _absolute(adapter)
+        start = Start(_absolute(path), of_others(recipe), told, 0, ranks, self.threads, str(Path(self._place.name) / "store"))
         in_memory = not on_gpus and meeting.available()
         memory, file = _memory(meeting.memory_bytes(ranks)) if in_memory else (None, -1)
         self._calls: list[tuple[Any, ...]] = []
@@ -148,10 +150,11 @@ class First(Several):
 
     def loaded(self, adapter: Adapter, directory: str) -> None:
         """There, too."""
-        self._tell("adapter", adapter.name, directory, adapter.number)
-        for other in self._others:
-            other.wait()  # the directory may be gone as soon as it is said to be loaded
-        self._check()
+        with uninterrupted():
+            self._tell("adapter", adapter.name, _absolute(directory), adapter.number)
+            for other in self._others:
+                other.wait()  # the directory may be gone as soon as it is said to be loaded
+            self._check()
         weakref.finalize(adapter, self._forgotten.append, adapter.number).atexit = False
 
     def _tell(self, *message: Any) -> None:
@@ -206,15 +209,18 @@ class _Other:
         while not self.connection.poll(0.1) and self.process.poll() is None:
             pass
         with suppress(EOFError, OSError):
-            if (told := self.connection.recv()) != HERE:
-                self._told = told
+            self._heard()
 
     def why_ended(self) -> str | UserError | None:
         """What became of it; None while it is there."""
-        told = self._told
         with suppress(EOFError, OSError):
-            told = self.connection.recv() if told is None and self.connection.poll() else told
-        return self._child.fate(told)
+            while self._told is None and self.connection.poll():
+                self._heard()
+        return self._child.fate(self._told)
+
+    def _heard(self) -> None:
+        if (told := self.connection.recv()) != HERE:
+            self._told = told
 
     def end(self) -> None:
         """It has heard enough."""
@@ -223,6 +229,20 @@ class _Other:
     def ended(self) -> None:
         """It has, afterwards."""
         self._child.end(_PATIENCE_S)
+
+
+def _absolute(directory: str | Path) -> str:
+    """What a relative path means may change, and is another thing for processes that began elsewhere."""
+    return str(Path(directory).absolute())
+
+
+def _check_known_to_all(*plugins: Plugin | None) -> None:
+    for plugin in plugins:
+        if plugin is not None and type(plugin).__module__ == "__main__":
+            raise UserError(
+                f"{plugin.kind}: {type(plugin).__name__} is of this script alone, and ranks ({OPTION}) are processes of their own; put it"
+                " into a file and name that: plugins: [./FILE.py]"
+            )
 
 
 def _watch(process: subprocess.Popen[bytes], collective: Collective) -> None:

@@ -18,25 +18,26 @@ class Graph:
     Args:
         compute: from inputs whose values may differ each time. It has been made before, so that whatever is made but once is there.
         pool: of memory that other recordings, of which one plays at a time, have too.
+        stream: that recordings of this pool are made on; None in a plan. Torch's own is of the first GPU that it was asked for on.
 
     Raises:
         NotRepeatable: it waits for the GPU, or does something else that no graph can.
     """
 
-    def __init__(self, compute: Callable[[], Tensor], pool: Any) -> None:
+    def __init__(self, compute: Callable[[], Tensor], pool: Any, stream: torch.cuda.Stream | None) -> None:
         self._graph: torch.cuda.CUDAGraph | None = None
         if (planned := planned_gpu()) is not None:
             with planned.recording():
                 self.result = compute()
             return
         self._graph = torch.cuda.CUDAGraph()
-        stream = torch.cuda.current_stream()
+        before = torch.cuda.current_stream()
         try:
             # Other threads may talk to the GPU meanwhile.
-            with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
+            with torch.cuda.graph(self._graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
                 self.result = compute()
         except RuntimeError as error:
-            torch.cuda.set_stream(stream)  # torch leaves its own where the end of a capture fails
+            torch.cuda.set_stream(before)  # torch leaves its own where the end of a capture fails
             torch.cuda.synchronize()
             raise NotRepeatable(f"no CUDA graph holds what it does: {str(error).splitlines()[0]}") from None
 

@@ -37,6 +37,10 @@ class StoredWeight(ABC):
         """Values of the parameters that a model keeps it as, bit for bit; None where it keeps the weight in another way."""
 
 
+class NotThere(KeyError):
+    """A tensor, in files."""
+
+
 @contextmanager
 def reading_codes(name: str) -> Iterator[None]:
     """Of a weight, by a function that gives tensors of its files.
@@ -46,7 +50,7 @@ def reading_codes(name: str) -> Iterator[None]:
     """
     try:
         yield
-    except KeyError as missing:
+    except NotThere as missing:
         raise UserError(
             f"{name}: its files hold codes, and there is no {missing.args[0]}; have the directory whole, or take one of the plain weights"
         ) from None

@@ -14,7 +14,7 @@ from fw.errors import UserError
 from fw.inference.prepare import SHARE, device_of
 from fw.kinds.offload import OffloadPolicy
 from fw.meter.devices import Device
-from fw.meter.memory import anonymous_bytes, available_bytes
+from fw.meter.memory import available_bytes
 from fw.planning.generation import gpu_here, plan_generation
 from fw.planning.plan import CPU, host_memory
 from fw.recipe.inference import InferenceRecipe
@@ -44,7 +44,11 @@ def placed(path: str | Path, recipe: InferenceRecipe, adapter: str | Path | None
     if policy.budget is not None:
         return replace(recipe, offload=policy)
     whole = replace(recipe, offload=OffloadPolicy())
-    within = _free_here if here and gpu is None and not recipe.inference.budget else _as_it_is
+    budget = _free_here(recipe) if here and gpu is None and not recipe.inference.budget else recipe.inference.budget
+
+    def within(tried: InferenceRecipe) -> InferenceRecipe:
+        return replace(tried, inference=replace(tried.inference, budget=budget))
+
     if plan_generation(path, within(whole), adapter, gpu).fits:
         return whole
     leanest = plan_generation(path, within(replace(recipe, offload=policy)), adapter, gpu)
@@ -86,14 +90,9 @@ def placed_here(path: str | Path, recipe: InferenceRecipe, adapter: str | Path |
     return placed(path, recipe, adapter, here=True, gpu=gpu_here(recipe))
 
 
-def _free_here(recipe: InferenceRecipe) -> InferenceRecipe:
-    """With what this process has and can have for a budget: others may have much of the host's memory, and a container has a limit."""
-    budget = min(host_memory(), anonymous_bytes() + available_bytes(torch.device(CPU)))
-    return replace(recipe, inference=replace(recipe.inference, budget=f"{budget}B"))
-
-
-def _as_it_is(recipe: InferenceRecipe) -> InferenceRecipe:
-    return recipe
+def _free_here(recipe: InferenceRecipe) -> str:
+    """For a rank: others may have much of the host's memory, this process too, and a container has a limit."""
+    return f"{min(host_memory(), available_bytes(torch.device(CPU))) // recipe.inference.tensor}B"
 
 
 def _host_share() -> int:

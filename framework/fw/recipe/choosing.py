@@ -62,21 +62,6 @@ class Pick:
     options: dict[str, Any]
 
 
-def check_known_to_all(config: Config, chosen: Mapping[str, Sequence[Pick]]) -> None:
-    """Ranks are processes of their own, which know what the config names.
-
-    Raises:
-        UserError: a plugin that this process alone has.
-    """
-    for kind, picks in chosen.items():
-        for pick in picks:
-            if registry.only_here(kind, pick.name):
-                raise UserError(
-                    f"{config.origin((kind,))}: {kind} '{pick.name}' was registered in this process alone, and ranks are processes of"
-                    f" their own; put it into a file and name that: plugins: [./FILE.py]"
-                )
-
-
 def choose(kind: Kind, config: Config) -> list[Pick]:
     """Those of a kind, by default where a config names none.
 

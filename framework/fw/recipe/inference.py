@@ -15,7 +15,7 @@ from fw.kinds.offload import OffloadPolicy
 from fw.kinds.quantization import QuantizationPlugin
 from fw.planned import planned_gpu
 from fw.recipe import rules
-from fw.recipe.choosing import check_known_to_all, check_sections, choose, load_plugins, options_in, with_defaults
+from fw.recipe.choosing import check_sections, choose, load_plugins, options_in, with_defaults
 
 INFERENCE = "inference"
 OFFLOAD = "offload"
@@ -67,8 +67,6 @@ def resolve_inference(config: Config) -> InferenceRecipe:
     rules.check(named, config)
     options = fill(InferenceSection, config, (INFERENCE,), options_in(config, INFERENCE), root)
     gpu_there = torch.cuda.is_available() or planned_gpu() is not None
-    if options.tensor > 1:
-        check_known_to_all(config, chosen)
     options = options.filled(options.device.startswith("cuda") or (options.device == "auto" and gpu_there))
     offload = made[OFFLOAD].policy()
     _check_offload(config, offload, options)

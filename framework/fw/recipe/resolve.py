@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path as FilePath
 from typing import Any, cast
@@ -43,7 +43,7 @@ from fw.kinds.schedule import SchedulePlugin
 from fw.kinds.sharding import REPLICATE, SHARD, TENSOR, ShardingPlugin, StepSpec
 from fw.place import Place, place
 from fw.recipe import batch, rules
-from fw.recipe.choosing import check_known_to_all, check_sections, choose, load_plugins, options_in, with_defaults
+from fw.recipe.choosing import Pick, check_sections, choose, load_plugins, options_in, with_defaults
 from fw.recipe.saving import check_saving
 from fw.recipe.world import World, current_world, world_size
 from fw.registry import Plugin
@@ -219,7 +219,7 @@ def resolve(config: Config, world: World | None = None, *, starts: bool = True) 
             f" an address of one of them"
         )
     if starts and (size > 1 or launch.max_restarts > 0) and not (world and world.launched):
-        check_known_to_all(config, chosen)
+        _check_known_to_all(config, chosen)
     sharding = cast(ShardingPlugin, made["sharding"][0][1])
     try:
         mesh_shape = sharding.mesh_shape(size)
@@ -251,6 +251,17 @@ def resolve(config: Config, world: World | None = None, *, starts: bool = True) 
         advice=rules.advice(made),
         **cast(dict[str, Any], one),
     )
+
+
+def _check_known_to_all(config: Config, chosen: Mapping[str, Sequence[Pick]]) -> None:
+    """Ranks are processes of their own, which know what the config names."""
+    for kind, picks in chosen.items():
+        for pick in picks:
+            if registry.only_here(kind, pick.name):
+                raise UserError(
+                    f"{config.origin((kind,))}: {kind} '{pick.name}' was registered in this process alone, and ranks are processes of"
+                    f" their own; put it into a file and name that: plugins: [./FILE.py]"
+                )
 
 
 def _replicas(mesh_shape: Mapping[str, int]) -> int:

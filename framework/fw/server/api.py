@@ -88,7 +88,7 @@ class Api:
     def __init__(self, settings: Settings, engines: Engines) -> None:
         self.settings, self.engines = settings, engines
         self.metrics = Metrics(engines, settings.name)
-        self.plan = Plan(engines.starting.begin)
+        self.plan = Plan(engines.starting.begin, lambda: engines.facts)
         self.created = int(time.time())
         self.hidden_size: int | None = None
         """Of the model; not known before there has been an embedding."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from fw.config import Config
 from fw.inference.options import Sampling
@@ -112,6 +113,7 @@ class Loaded:
         tokenizer: its directory.
         architecture: as config.json names it; empty where it does not.
         shows_hidden_states: so that there are embeddings.
+        offload: of where weights are what ``offload.params: auto`` leaves to be found out; as attributes of its policy.
     """
 
     tokenizer: str
@@ -127,6 +129,7 @@ class Loaded:
     adapters: Sequence[str]
     said: Sequence[str]
     state: State
+    offload: Mapping[str, Any]
 
 
 @dataclass(frozen=True)

@@ -101,6 +101,7 @@ class Served:
             engine.adapters.names,
             self._said,
             self._state(),
+            {name: getattr(llm.offload, name) for name in ("params", "budget", "host_budget")},
         )
 
     def take(self, message: Any, connection: Connection[Any, Any]) -> None:
