@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -72,7 +72,11 @@ def load(path: str | Path, recipe: InferenceRecipe, adapter: str | Path | None =
     _check_decoder(tokenizer)
     if options.draft:
         _check_tokens(options.draft, tokenizer)
-    with made_current(device := device_of(options.device)):
+    device = device_of(options.device)
+    if device.type == "cuda" and device.index is None:  # the one that is current now; other threads have another
+        device = torch.device("cuda", torch.cuda.current_device())
+        recipe = replace(recipe, inference=replace(options, device=str(device)))
+    with made_current(device):
         if options.tensor == 1:
             return _loaded(prepare(path, recipe, adapter, say), recipe, tokenizer)
         ranks = First(path, recipe, adapter, device)
@@ -90,9 +94,7 @@ def _loaded(prepared: Prepared, recipe: InferenceRecipe, tokenizer: Tokenizer, r
     bring_ahead(own.model)
     trim()  # plain weights have been replaced by packed ones
     cache = own.cache if ranks is None else ranks.mirrored(own.cache)
-    # Of a GPU without a number it is the one that is current now; other threads have another.
-    device = torch.device("cuda", torch.cuda.current_device()) if prepared.device.type == "cuda" else prepared.device
-    threads = partial(_in_step, prepared.own_threads, None if ranks is None else ranks.threads, device)
+    threads = partial(_in_step, prepared.own_threads, None if ranks is None else ranks.threads, prepared.device)
     if isinstance(own.runner, InTiles):
         with threads():
             try_out(own.runner, cache, own.context, own.model.vocab_size)

@@ -122,9 +122,10 @@ def prepare(
             join(each)
     ranks.join(model)
     made: list[OverCache] = []
+    there = base.absolute()  # what it is now: adapters come later
 
     def changes(directory: str) -> Mapping[str, LowRankChange]:
-        return ranks.low_rank(read_low_rank(base, directory, ThroughCache(), dtype))
+        return ranks.low_rank(read_low_rank(there, directory, ThroughCache(), dtype))
 
     for each, between, these, bytes_of in zip(models, divided, shapes, token_bytes, strict=True):
         longest = min(context, each.context)

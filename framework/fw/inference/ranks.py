@@ -155,7 +155,7 @@ class First(Several):
             for other in self._others:
                 other.wait()  # the directory may be gone as soon as it is said to be loaded
             self._check()
-        weakref.finalize(adapter, self._forgotten.append, adapter.number).atexit = False
+            weakref.finalize(adapter, self._forgotten.append, adapter.number).atexit = False
 
     def _tell(self, *message: Any) -> None:
         data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
@@ -238,10 +238,11 @@ def _absolute(directory: str | Path) -> str:
 
 def _check_known_to_all(*plugins: Plugin | None) -> None:
     for plugin in plugins:
-        if plugin is not None and type(plugin).__module__ == "__main__":
+        of = type(plugin)
+        if plugin is not None and (of.__module__ == "__main__" or "<locals>" in of.__qualname__):
             raise UserError(
-                f"{plugin.kind}: {type(plugin).__name__} is of this script alone, and ranks ({OPTION}) are processes of their own; put it"
-                " into a file and name that: plugins: [./FILE.py]"
+                f"{plugin.kind}: {of.__name__} is of this script alone, and ranks ({OPTION}) are processes of their own; put it into a file"
+                " and name that: plugins: [./FILE.py]"
             )
 
 

@@ -144,9 +144,7 @@ class SteadySteps:
     def __init__(self, compute: Compute, cache: KVCache, model: CausalLM, device: torch.device, idle_hooks: Callable[[], int]) -> None:
         self._compute, self._cache, self._model, self._device, self._idle_hooks = compute, cache, model, device, idle_hooks
         self._on_gpu = is_gpu(device)
-        real = self._on_gpu and planned_gpu() is None
-        self._pool = torch.cuda.graph_pool_handle() if real else None
-        self._stream = torch.cuda.Stream(device) if real else None
+        self._pool = torch.cuda.graph_pool_handle() if self._on_gpu and planned_gpu() is None else None
         self._known: OrderedDict[_Form, _Step] = OrderedDict()
         self._before: _Form = ()
         self._hooks = [hooks for module in model.modules() for hooks in (module._forward_pre_hooks, module._forward_hooks)]
@@ -239,7 +237,7 @@ class SteadySteps:
                 logits_RV = self._compute(*inputs.all)
         try:
             if recorder is None:
-                graph = Graph(partial(self._compute, *inputs.all), self._pool, self._stream)
+                graph = Graph(partial(self._compute, *inputs.all), self._pool)
                 self._known[form] = _Step(inputs, places, graph, graph.result)
             elif logits_RV is not None:
                 self._known[form] = _Step(inputs, places, recorder.tape(logits_RV), logits_RV)
