@@ -148,10 +148,14 @@ def test_an_interrupt_waits_for_the_end_of_a_step(directory, monkeypatch):
         computed(taken)
         signal.raise_signal(signal.SIGINT)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(llm.engine.scheduler, "computed", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            next(first)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background has it ignored
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(llm.engine.scheduler, "computed", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                next(first)
+    finally:
+        signal.signal(signal.SIGINT, before)
     found += [delta.token for delta in second]
     assert found == expected[1] and not len(llm.engine)
     assert not len(llm.engine)
