@@ -225,6 +225,7 @@ def test_a_request_keeps_the_adapter_that_was_there_when_it_came(served, monkeyp
     pytest.importorskip("llguidance")
     adapters, form, go = served._engine.adapters, served._engine.structure.form, threading.Event()
     monkeypatch.setattr(adapters, "_read", lambda directory: {})
+    monkeypatch.setattr("fw.inference.llm.settled", lambda directory, *wanted: directory)
 
     def slow(sampling):
         assert sampling.form is None or go.wait(60)
