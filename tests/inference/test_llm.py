@@ -158,7 +158,6 @@ def test_an_interrupt_waits_for_the_end_of_a_step(directory, monkeypatch):
         signal.signal(signal.SIGINT, before)
     found += [delta.token for delta in second]
     assert found == expected[1] and not len(llm.engine)
-    assert not len(llm.engine)
 
 
 def test_chance_comes_from_the_seed_alone(llm):
@@ -259,7 +258,6 @@ def test_torch_has_its_threads_where_products_are_its_own(tmp_path, case, thread
     torch.set_num_threads(2)
     try:
         llm = fw.LLM(tmp_path)
-        assert any(isinstance(module, linear.PackedLinear) for module in llm.model.modules())
         llm.model.blocks[0].register_forward_hook(lambda *_: found.append(torch.get_num_threads()))
         llm.generate([[5, 6, 7]], max_tokens=1, ignore_eos=True)
     finally:
