@@ -21,6 +21,7 @@ CONFIGS = {
     "wide": LoraConfig(
         r=5, lora_alpha=7, use_rslora=True, target_modules="all-linear", init_lora_weights=False, rank_pattern={"k_proj": 3}
     ),
+    "second block": LoraConfig(r=4, target_modules=["up_proj", "v_proj"], layers_to_transform=[1], init_lora_weights=False),
 }
 
 
@@ -35,7 +36,7 @@ def adapters(directory, tmp_path_factory):
         with torch.no_grad():
             for key, weight in model.named_parameters():
                 if "lora_" in key:
-                    weight.mul_(3)
+                    weight.mul_(2)  # seen in every token; with 3, roundings grow to 1e-4 in the log-probabilities
         model.save_pretrained(made[name])
     return made
 
@@ -78,7 +79,7 @@ def test_each_request_has_its_own(directory, adapters, prompts, expected, option
             ids, logprobs = expected[name][number]
             assert result.token_ids == ids, (name, number)
             assert result.logprobs == pytest.approx(logprobs, abs=1e-4)
-    assert len({tuple(expected[name][0][0]) for name in names}) == 3, "adapters that change nothing would show nothing"
+    assert len({tuple(expected[name][0][0]) for name in names}) == 4, "adapters that change nothing would show nothing"
 
 
 @pytest.mark.parametrize("options", [{"dtype": "fp32"}, {"dtype": "bf16"}, {"dtype": "fp32", "batch_invariant": True}])
@@ -105,10 +106,49 @@ def test_of_the_head(directory, prompts, tmp_path, options):
     assert found[0].prompt_logprobs != pytest.approx(theirs, abs=0.2), "an adapter that changes nothing would show nothing"
 
 
-def test_codes_are_of_layers_as_they_are(directory, adapters):
-    why = "inference.weights: w8a8 is of layers as they are, and an adapter changes 21 of them; merge it"
+@pytest.mark.parametrize("name", ["narrow", "wide"])
+@pytest.mark.parametrize("weights", ["auto", "int8_weight_only", "w8a8"])
+def test_the_one_of_a_model_is_computed_as_one_beside_it(directory, adapters, prompts, name, weights):
+    """By the same kernels, to the last bit: alone, and in any company."""
+    own, beside = fw.LLM(directory, dtype="bf16", weights=weights, adapter=adapters[name]), fw.LLM(directory, dtype="bf16", weights=weights)
+    assert not any(isinstance(module, torch.nn.Linear) for module in own.model.modules())
+    beside.load_adapter("it", adapters[name])
+    settings = {"max_tokens": NEW, "temperature": 0, "ignore_eos": True, "prompt_logprobs": 0}
+
+    def found(results):
+        return [(result.token_ids, result.logprobs, result.prompt_logprobs) for result in results]
+
+    together = found(own.generate(prompts, **settings))
+    assert own.engine.runner.steady.repeated > 0, "steps are recorded, as those of a model without adapter"
+    assert together == found(beside.generate(prompts, adapter="it", **settings))
+    assert together == found(own.generate(prompt, **settings)[0] for prompt in prompts)
+    assert together != found(beside.generate(prompts, **settings)), "an adapter that changes nothing would show nothing"
+
+
+def test_two_at_once(directory, adapters, prompts):
+    """The model's own, and another one beside it: what each adds is added."""
+    found = {}
+    for weights in ("bf16", "fp32"):
+        llm = fw.LLM(directory, dtype=weights, adapter=adapters["wide"])
+        llm.load_adapter("it", adapters["narrow"])
+        result = llm.generate(prompts[0], adapter="it", max_tokens=0, prompt_logprobs=0)[0]
+        found[weights] = result.prompt_logprobs
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(directory), adapters["wide"]).merge_and_unload()
+    model = PeftModel.from_pretrained(model, adapters["narrow"])
+    logits = model(torch.tensor([prompts[0]])).logits[0].detach().log_softmax(-1)
+    theirs = [float(logits[at, token]) for at, token in enumerate(prompts[0][1:])]
+    assert found["fp32"] == pytest.approx(theirs, abs=1e-4)
+    assert sum(abs(a - b) for a, b in zip(found["bf16"], theirs, strict=True)) / len(theirs) < 0.1
+
+
+def test_codes_are_of_layers_as_they_are(directory, tmp_path):
+    config = LoraConfig(r=4, use_dora=True, target_modules="all-linear")
+    get_peft_model(AutoModelForCausalLM.from_pretrained(directory), config).save_pretrained(tmp_path)
+    why = (
+        "inference.weights: w8a8 is of layers as they are, and an adapter changes 21 of them by more than low rank; merge it: fw checkpoint"
+    )
     with pytest.raises(UserError, match=why):
-        fw.LLM(directory, dtype="bf16", weights="w8a8", adapter=adapters["wide"])
+        fw.LLM(directory, dtype="bf16", weights="w8a8", adapter=tmp_path)
 
 
 def test_company_changes_nothing(directory, adapters, prompts):
@@ -154,6 +194,8 @@ def test_loaded_and_dropped_while_running(directory, adapters, prompts, expected
     "config",
     [
         LoraConfig(r=2, target_modules=["q_proj"], use_dora=True),
+        LoraConfig(r=2, target_modules=["q_proj"], use_dora=True, layers_to_transform=[1]),
+        LoraConfig(r=2, target_modules=["q_proj"], lora_bias=True),
         LoraConfig(r=2, target_modules=["embed_tokens"]),
         LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"]),
         IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]),

@@ -275,6 +275,17 @@ def test_adapters(small_model, load, adapters, case, tmp_path):
     check(beside.generate(prompts(), **GREEDY), theirs["two"])
 
 
+@in_kernels
+@pytest.mark.parametrize("case", ["llama", "gpt2"])
+def test_an_adapter_is_computed_as_one_beside_the_model(small_model, load, adapters, case):
+    """To the last bit, each rank its part."""
+    own, beside = (load(small_model(case), dtype="bf16", **how) for how in ({"adapter": adapters[case][0]}, {}))
+    beside.load_adapter("it", adapters[case][0])
+    found = [llm.generate(prompts(), adapter=name, **GREEDY) for llm, name in ((own, None), (beside, "it"), (beside, None))]
+    ids, again, without = ([(result.token_ids, result.logprobs) for result in results] for results in found)
+    assert ids == again != without
+
+
 @pytest.mark.parametrize("in_memory", [pytest.param(True, marks=in_kernels), False])
 def test_a_rank_that_is_killed(small_model, load, monkeypatch, in_memory):
     if not in_memory:

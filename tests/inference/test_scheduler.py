@@ -123,6 +123,31 @@ def test_a_long_prompt_does_not_keep_others_waiting():
     assert not crowd.engine._requests["long"].answers[0].generated
 
 
+def test_several_long_prompts_do_not_either():
+    """Each could have half of a step, so that two would have all of it."""
+    crowd = Crowd(blocks=60, max_sequences=8, step_tokens=16)
+    for key in "abc":
+        crowd.add(key, [ord(key) % 20 + 3] * 44)
+    crowd.step()
+    assert crowd.runner.computed == 16
+    crowd.add("short", [6, 7], max_tokens=1)
+    crowd.step()  # in which the third one comes in
+    crowd.step()
+    assert "short" in crowd.results
+    assert crowd.runner.computed == 48
+    computed = [answer.computed for key in "abc" for answer in crowd.engine._requests[key].answers]
+    assert sorted(computed, reverse=True) == computed and all(computed), "who came first goes first"
+
+
+def test_what_was_left_for_one_who_finds_no_room_is_used():
+    crowd = Crowd(blocks=24, max_sequences=8, step_tokens=16)
+    for key in "abc":
+        crowd.add(key, [ord(key) % 20 + 3] * 44)
+    for steps in range(1, 7):
+        crowd.step()
+        assert crowd.runner.computed == 16 * steps or crowd.engine.scheduler.preemptions
+
+
 def test_who_comes_last_makes_room_and_goes_on_where_it_was():
     """What it had is known still as far as nobody needed the room, so that less than all is computed anew."""
     crowd = Crowd(blocks=9, max_sequences=2, step_tokens=40)

@@ -83,3 +83,21 @@ def test_nothing_is_compiled_or_left_and_deepspeed_is_as_it_was(workspace: Path,
     assert not (workspace / "extensions").exists() and not list((workspace / "disk").iterdir())
     assert (utils.get_lst_from_rank0, cpu_adam.CPUAdamBuilder) == before
     assert comm.cdb is None and groups._WORLD_GROUP is None
+
+
+@pytest.mark.parametrize("peft", ["none", "{name: lora, rank: 2}"])
+def test_stage_3_has_no_weight_between_a_layers_forward_and_its_backward(workspace: Path, peft: str) -> None:
+    """Also where blocks recompute nothing: what they keep are activations, and weights are gathered again."""
+    lean = ["sharding={name: zero, stage: 3, stage3_max_live_parameters: 1, stage3_max_reuse_distance: 0}", "launch.devices=2"]
+    lean += ["activation=none", "train.sequence_length=4", "train.micro_batch_size=1", "train.global_batch_size=2", "precision=bf16"]
+    lean += [
+        "sharding.stage3_prefetch_bucket_size=0",
+        "sharding.stage3_param_persistence_threshold=0",
+        "model.hidden_size=128",
+        f"peft={peft}",
+    ]
+    few, many = (
+        plan("tiny.yaml", *SYNTHETIC[:1], *lean, f"model.num_hidden_layers={layers}").per_rank[0].most["activations"] for layers in (1, 7)
+    )
+    weights = 2 * 6 * (2 * 128 * 128 + 2 * 64 * 128 + 3 * 128 * 128)
+    assert 0 < many - few < weights / 4

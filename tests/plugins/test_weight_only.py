@@ -17,6 +17,7 @@ from fw.checkpointing.tensor_files import weights_for
 from fw.cli import main
 from fw.errors import UserError
 from fw.pretrained.load import structure
+from fw_plugins.quantization import grouped
 from fw_plugins.quantization.grouped import SCALE, ZERO, Grouped
 
 compressed = pytest.importorskip("compressed_tensors")
@@ -65,6 +66,21 @@ def test_codes_and_what_they_stand_for_are_compressed_tensors_own(kind: str, sym
     found = layout.dequantize(tuple(kept.values()), dtype)
     assert torch.equal(found, dense.to(dtype))
     assert torch.equal(kept["weight"].view(torch.int32), packed["weight_packed"])
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_scales_are_rounded_with_the_products_alone(monkeypatch: pytest.MonkeyPatch, ordered: bool, symmetric: bool) -> None:
+    """Those of files in float16 have more bits than bfloat16; some rows at a time, the last ones fewer."""
+    monkeypatch.setattr(grouped, "_AT_ONCE", 5 * 64)
+    layout = Grouped((24, 64), 4, 16, symmetric, ordered)
+    kept = layout.quantize(torch.randn(24, 64, generator=torch.Generator().manual_seed(0)).half())
+    if ordered:
+        kept[grouped.ORDER] = kept[grouped.ORDER].flip(0).contiguous()
+    exact = layout.dequantize(tuple(kept.values()), torch.float32)
+    assert torch.equal(layout.dequantize(tuple(kept.values()), torch.bfloat16), exact.bfloat16())
+    scale = kept[SCALE].view(torch.float32)
+    assert not torch.equal(scale, scale.bfloat16().float()), "scales that bfloat16 holds would show nothing"
 
 
 @pytest.fixture

@@ -257,6 +257,19 @@ def test_an_engine_that_is_killed_ends_the_server(directory):
         server.process.kill()
 
 
+def test_a_rank_that_is_killed_ends_the_server(directory):
+    """Also while nobody asks for anything: the next request would only fail."""
+    server = Server(directory, "inference.tensor=2")
+    try:
+        engine = server.engine()
+        (rank,) = Path(f"/proc/{engine}/task/{engine}/children").read_text().split()
+        os.kill(int(rank), signal.SIGKILL)
+        assert server.ended() == 1
+        assert any("rank 1, which computes a part of every layer, was killed by SIGKILL" in line for line in server.errors)
+    finally:
+        server.process.kill()
+
+
 def test_a_server_that_is_killed_leaves_no_engine(directory):
     server = Server(directory)
     engine = server.engine()

@@ -12,6 +12,7 @@ from conftest import column, environment, fw
 from fw.config import load
 from fw.kernels.of_cpu import missing
 from fw.launching import cores
+from fw.kernels.switches import turned_off
 from fw.planning.host_speed import threads_of
 from fw.recipe import World, resolve
 from fw.training import inputs, rank
@@ -32,6 +33,20 @@ def test_who_cannot_compile_is_told_and_trains_by_torch(workspace: Path) -> None
     assert "training takes torch's operators: false refuses " in trained("refuses", CXX="false", FW_CACHE=str(workspace / "cache"))
     assert column("none", "loss") == column("refuses", "loss") == column("off", "loss") != column("ours", "loss")
     assert column("ours", "loss") == pytest.approx(column("off", "loss"), rel=2e-3)
+
+
+def test_ranks_that_fw_starts_tell_it_once(workspace: Path) -> None:
+    words = ["tiny.yaml", "train.max_steps=1", "sharding=ddp", "launch.devices=2", "train.run_dir=none"]
+    said = fw("train", *words, env={**environment(), "CXX": "no-such-compiler"}).ok().err
+    assert said.count("training takes torch's operators: CXX=no-such-compiler") == 1
+
+
+def test_a_word_that_is_neither_on_nor_off_is_refused(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done = fw("train", "tiny.yaml", env={**environment(), "FW_TRAINING_KERNELS": "of"})
+    assert done.code == 2 and "FW_TRAINING_KERNELS=of: this is neither on nor off" in done.err
+    for word, off in (("off", True), ("OFF", True), ("0", True), ("no", True), ("", False), ("1", False), ("On", False)):
+        monkeypatch.setenv("FW_KERNELS", word)
+        assert turned_off("FW_KERNELS") == off
 
 
 def test_the_first_rank_of_each_host_tells_what_its_own_compiler_lacks(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import threading
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,8 @@ from conftest import fw
 from fw.config import load
 from fw.errors import RunError, UserError
 from fw.recipe import World, resolve
-from fw.training.same_run import begun_by_this_torchrun, check_same_run, held, note_starter
+from fw.training import same_run
+from fw.training.same_run import begun_by_this_torchrun, check_same_kernels, check_same_run, held, note_starter
 from thread_ranks import on_ranks
 
 
@@ -55,6 +57,27 @@ def test_ranks_of_two_runs_or_two_configs_do_not_train_together(workspace, monke
     assert on_ranks(2, lambda own: check_same_run(one if own.rank else threads, own)) == [None, None]
     for found in on_ranks(2, lambda own: check_same_run(seed if own.rank else one, own)):
         assert isinstance(found, RunError) and "rank 1 has another optimizer, train than rank 0" in str(found)
+
+
+def test_ranks_with_and_without_kernels_do_not_train_together(monkeypatch):
+    """Their updates would differ, and replicas drift apart."""
+    here = threading.local()
+    monkeypatch.setattr(same_run, "missing", lambda: here.why)
+
+    def checked(*reasons):
+        def check(own):
+            here.why = reasons[own.rank]
+            check_same_kernels(own)
+
+        return on_ranks(len(reasons), check)
+
+    assert checked(None, None) == checked("no compiler", "CXX=x: there is no such command") == [None, None]
+    for found in checked(None, None, "no compiler"):
+        assert (
+            isinstance(found, RunError) and "rank 2 on " in str(found) and "no CPU kernels of fw's (no compiler), and others" in str(found)
+        )
+    monkeypatch.setenv("FW_TRAINING_KERNELS", "off")
+    assert checked(None, "no compiler") == [None, None]
 
 
 def test_torchrun_goes_on_with_its_own_run_only(tmp_path, monkeypatch):

@@ -90,6 +90,7 @@ if TYPE_CHECKING:
     from fw.kinds.optimizer import OptimizerOptions as OptimizerOptions, OptimizerPlugin as OptimizerPlugin, OptimizerSpec as OptimizerSpec
     from fw.kinds.peft import (
         LowRank as LowRank,
+        LowRankChange as LowRankChange,
         PeftPlugin as PeftPlugin,
         adapters_are_off as adapters_are_off,
         without_adapters as without_adapters,
@@ -167,7 +168,7 @@ _NAMES = {
     "fw.kinds.objective": "Beside ObjectivePlugin",
     "fw.kinds.offload": "OffloadPlugin OffloadPolicy Tier",
     "fw.kinds.optimizer": "OptimizerOptions OptimizerPlugin OptimizerSpec",
-    "fw.kinds.peft": "LowRank PeftPlugin adapters_are_off without_adapters",
+    "fw.kinds.peft": "LowRank LowRankChange PeftPlugin adapters_are_off without_adapters",
     "fw.kinds.precision": "LossScaling Phase PrecisionPlugin PrecisionPolicy",
     "fw.kinds.quantization": "QuantizationPlugin StoredWeight reading_codes",
     "fw.kinds.schedule": "Decay SchedulePlugin Warmup",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 
+from fw.kernels.switches import KERNELS, TRAINING_KERNELS, turned_off
+
 
 def wait_asleep() -> None:
     """Let them sleep between pieces where kernels of fw's own train, unless the environment says how.
@@ -12,5 +14,5 @@ def wait_asleep() -> None:
     By default they look out for work for milliseconds, on processors that kernels of fw's own, and other processes, could use meanwhile:
     a step of training takes 7 % longer so on two cores (docs/performance.md).
     """
-    if os.environ.get("FW_TRAINING_KERNELS") != "off":
+    if not turned_off(TRAINING_KERNELS) and not turned_off(KERNELS):
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")

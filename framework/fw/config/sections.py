@@ -145,8 +145,8 @@ class LaunchSection:
     accelerator: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto` takes CUDA where it is available."""
     threads: int | None = None
-    """CPU threads of a rank; empty for OMP_NUM_THREADS, else the cores that fw may use, by affinity and the container's quota, ÷ ranks on
-    the host."""
+    """CPU threads of a rank; empty for OMP_NUM_THREADS, else the cores that fw may use, by affinity and the container's quota, ÷ ranks that
+    fw starts on the host; ranks that others start (torchrun, srun) have as many as torch takes."""
     timeout: int = 1800
     """Seconds after which a collective that does not complete fails the run. A rank that finishes no step for a quarter longer writes
     its stack and ends; choose more than a step takes."""

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from fw.errors import UserError, did_you_mean
+from fw.inference.low_rank import Change
 from fw.kernels.fixed_rows import rows_of_products
-from fw.kernels.linear import PackedLinear, available, layer_of, takes
 from fw.kinds.model import CausalLM
-from fw.pretrained.low_rank import LowRankChange
+from fw.kinds.peft import LowRankChange
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,7 +31,7 @@ class Adapter:
 
     name: str
     number: int
-    changes: Mapping[str, Callable[[Tensor], Tensor]]
+    changes: Mapping[str, Change]
 
     @property
     def salt(self) -> bytes:
@@ -89,7 +89,7 @@ class Adapters:
         Raises:
             UserError: there is none that fits.
         """
-        changes = {layer: self._made(change) for layer, change in self._read(directory).items()}
+        changes = {layer: Change(change, self._device) for layer, change in self._read(directory).items()}
         for layer in changes.keys() - self._hooked:
             # Before whatever else comes after the layer, as the sum over ranks of which this is a part.
             self._model.get_submodule(layer).register_forward_hook(partial(self._add, layer), prepend=True)
@@ -133,10 +133,6 @@ class Adapters:
         finally:
             self._seen_R = None
 
-    def _made(self, change: LowRankChange) -> Callable[[Tensor], Tensor]:
-        down, up = (_layer(weight, self._device) for weight in (change.down_RI, change.up_OR))
-        return lambda x_TI: up(down(x_TI)) * change.scale
-
     def _add(self, layer: str, _module: nn.Module, args: tuple[Any, ...], out_TO: Tensor) -> None:
         """After a layer: what adapters of its tokens add."""
         for adapter, tokens in self._now:
@@ -146,8 +142,3 @@ class Adapters:
                 # Of all rows, where products have a number of them: those with the adapter are as many as happen to be there.
                 added = change(x_TI[rows]) if rows_of_products() is None else change(x_TI)[rows]
                 to_TO.index_add_(0, rows, added)
-
-
-def _layer(weight_OI: Tensor, device: torch.device) -> nn.Module:
-    layer = layer_of(weight_OI.to(device))
-    return PackedLinear(layer) if takes(layer) and available() else layer

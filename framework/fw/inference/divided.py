@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from fw.inference.collective import Collective
 from fw.kinds.model import CausalLM, KVShape
+from fw.kinds.peft import LowRankChange
 from fw.kinds.tensor_plan import fits
 from fw.pretrained.division import Division
-from fw.pretrained.low_rank import LowRankChange
 
 if TYPE_CHECKING:
     from fw.inference.adapters import Adapter

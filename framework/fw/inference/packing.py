@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from fw.errors import UserError
+from fw.inference.low_rank import ChangedLinear
 from fw.kernels import gpu_linear
 from fw.kernels.grouped import GroupedCodes, GroupedLinear
 from fw.kernels.linear import Int8Linear, PackedLinear, PlainLinear, Together, W8A8Linear, available, takes
 from fw.kernels.room import Room
 from fw.kinds.model import CausalLM
+from fw.kinds.peft import LowRankChange
 from fw.planned import empty_cache, on_gpu
 
 _SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-_CODES = "grouped_codes"
-"""Method of a layer that keeps codes."""
+_CODES, _APART = "grouped_codes", "apart"
+"""Methods of layers that keep codes, and of those that a low-rank change is a part of."""
 _MADE = {"auto": PackedLinear, "int8_weight_only": Int8Linear, "w8a8": W8A8Linear}
 
 
@@ -42,27 +45,49 @@ def pack(model: CausalLM, weights: str, dtype: torch.dtype, guesses: bool = Fals
     replaced, made_here, room = 0, 0, Room()
     # Of those that are replaced none is held: each one's weight goes as soon as it is packed.
     for module in [
-        module for module in model.modules() if any(takes(each) or hasattr(each, "grouped_codes") for each in module.children())
+        module
+        for module in model.modules()
+        if any(takes(each) or hasattr(each, _CODES) or hasattr(each, _APART) for each in module.children())
     ]:
         for name in [name for name, _ in module.named_children()]:
-            layer = getattr(module, name)
+            layer, change = _apart(getattr(module, name))
             if dtype == torch.bfloat16 and (codes := codes_of(layer)) is not None:
                 assert isinstance(layer, nn.Linear)
-                setattr(module, name, GroupedLinear(layer, codes, room))
+                setattr(module, name, _changed(GroupedLinear(layer, codes, room), change))
                 del codes
                 replaced += 1
             elif takes(layer):
                 assert isinstance(layer, nn.Linear)
-                setattr(module, name, PlainLinear(layer) if layer.weight.data_ptr() in mapped else made(layer, room))
+                own = PlainLinear(layer) if layer.weight.data_ptr() in mapped else made(layer, room)
+                setattr(module, name, _changed(own, change))
+                del own
                 replaced, made_here = replaced + 1, made_here + 1
-            del layer
+            del layer, change
         for names in _SAME_INPUT:
-            layers = [each for name in names if isinstance(each := getattr(module, name, None), PackedLinear)]
-            if len(layers) == len(names) and len({layer.kind for layer in layers}) == 1:
-                Together.join(layers)
+            layers = [getattr(module, name, None) for name in names]
+            changes = [layer.change.down for layer in layers if isinstance(layer, ChangedLinear)]
+            _join([layer.layer if isinstance(layer, ChangedLinear) else layer for layer in layers])
+            _join(changes if len(changes) == len(names) else [])
     if weights != "auto" and not guesses:
         _check_made(model, weights, dtype, made_here)
     return replaced
+
+
+def _apart(layer: nn.Module) -> tuple[nn.Module, LowRankChange | None]:
+    """What kernels compute, each its own part."""
+    ask = getattr(layer, _APART, None)
+    found = None if ask is None else ask()
+    return (layer, None) if found is None else found
+
+
+def _changed(layer: PackedLinear, change: LowRankChange | None) -> nn.Module:
+    return layer if change is None else ChangedLinear(layer, change)
+
+
+def _join(layers: Sequence[Any]) -> None:
+    """Compute them together, where one kernel does."""
+    if layers and all(isinstance(layer, PackedLinear) for layer in layers) and len({layer.kind for layer in layers}) == 1:
+        Together.join(layers)
 
 
 def products_of_torch(model: CausalLM) -> bool:
@@ -79,8 +104,8 @@ def _check_made(model: CausalLM, weights: str, dtype: torch.dtype, made: int) ->
     adapted = sum(isinstance(module, nn.Linear) and not hasattr(module, _CODES) for module in model.modules())
     if adapted and model.adapters is not None:
         raise UserError(
-            f"inference.weights: {weights} is of layers as they are, and an adapter changes {adapted} of them; merge it (fw checkpoint"
-            " merge), or have it beside the model: LLM.load_adapter, serve.adapters"
+            f"inference.weights: {weights} is of layers as they are, and an adapter changes {adapted} of them by more than low rank; merge"
+            " it: fw checkpoint merge"
         )
     if not made:
         raise UserError(

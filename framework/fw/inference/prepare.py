@@ -20,13 +20,14 @@ from fw.kernels.linear import available
 from fw.kinds.kv_cache import KVCache, KVNeeds
 from fw.kinds.model import CausalLM
 from fw.kinds.offload import OffloadPolicy
+from fw.kinds.peft import LowRankChange
 from fw.locate import ADAPTER_CONFIG, CONFIG, find, inside
 from fw.meter.memory import available_bytes
 from fw.place import place
 from fw.planned import is_gpu, planned_gpu
 from fw.pretrained import load_model
 from fw.pretrained.directory import read_adapter_config, read_config
-from fw.pretrained.low_rank import LowRankChange, read_low_rank, refuse_virtual_tokens
+from fw.pretrained.low_rank import read_low_rank, refuse_virtual_tokens
 from fw.recipe.inference import InferenceRecipe
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -14,8 +14,9 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -115,6 +116,19 @@ class First(Several):
     def pids(self) -> list[int]:
         """Of the others."""
         return [other.process.pid for other in self._others]
+
+    @property
+    def connections(self) -> list[Connection[Any, Any]]:
+        """To the others; between steps, one of which something can be read is of a rank that has ended, or is about to: :meth:`lost`."""
+        return [other.connection for other in self._others]
+
+    def lost(self) -> NoReturn:
+        """Raises:
+        RunError, UserError: what became of the one that is gone.
+        """
+        self._check(_PATIENCE_S)
+        self.close()
+        raise RunError("a rank, which computes a part of every layer, hears nothing any more; load the model again")
 
     def close(self) -> None:
         """End the others, now."""

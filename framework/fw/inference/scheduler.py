@@ -14,6 +14,9 @@ from fw.config import InferenceSection
 from fw.inference.sequence import Answer
 from fw.kinds.kv_cache import KVCache, Stretch
 
+_PARTS = 8
+"""Of a step; one is what a prompt may have at least."""
+
 
 class Scheduler:
     """Answers that wait and answers that run, both in the order in which they go.
@@ -63,16 +66,21 @@ class Scheduler:
         self._let_in_first()
         left = self._options.step_tokens
         taken: list[tuple[Answer, Stretch]] = []
-        behind = len(self.running)
+        comes = self._least(self.waiting[0]) if self.waiting and self._has_place(self.waiting[0]) else 0
+        least = [self._least(answer) for answer in self.running]
+        others = comes + sum(least)
         preempted = False
         while len(taken) < len(self.running) and left:
             answer = self.running[len(taken)]
             behind = len(self.running) - len(taken) - 1
-            length = min(answer.remaining, max(1, min(self._options.prompt_share, left - behind)))
-            guessed = min(len(answer.guessed), left - behind - length) if length == answer.remaining else 0
+            others -= least[len(taken)]
+            share = max(least[len(taken)], min(self._options.prompt_share, left - others))
+            length = min(answer.remaining, max(1, min(share, left - behind)))
+            guessed = min(len(answer.guessed), left - others - length) if length == answer.remaining else 0
             if guessed > 0 and self.cache.reserve(answer.number, answer.computed, answer.computed + length + guessed):
                 length += guessed
             while answer in self.running and not self.cache.reserve(answer.number, answer.computed, answer.computed + length):
+                others -= least.pop()
                 self._preempt(self.running[-1])
                 preempted = True
             if answer in self.running:
@@ -86,7 +94,22 @@ class Scheduler:
             bisect.insort(self.running, answer, key=lambda each: each.order)
             taken.append((answer, stretch))
             left -= stretch.length
-        return taken
+        return self._with_more(taken, left) if left else taken
+
+    def _least(self, answer: Answer) -> int:
+        """Of a step's tokens, what those that go before leave it: prompts of many steps let short ones through beside them."""
+        return min(answer.remaining, max(1, self._options.step_tokens // _PARTS))
+
+    def _with_more(self, taken: list[tuple[Answer, Stretch]], left: int) -> list[tuple[Answer, Stretch]]:
+        """Prompts take what was left for others who did not come."""
+        found: list[tuple[Answer, Stretch]] = []
+        for answer, stretch in taken:
+            more = min(self._options.prompt_share, answer.remaining) - stretch.length
+            if (more := min(more, left)) > 0 and self.cache.reserve(answer.number, answer.computed, stretch.end + more):
+                stretch = Stretch(answer.number, answer.computed, stretch.length + more)
+                left -= more
+            found.append((answer, stretch))
+        return found
 
     def after(self, taken: Sequence[tuple[Answer, Stretch]]) -> list[tuple[Answer, Stretch]]:
         """What the next step computes if each of these gets one token and nobody ends by it, with room for it; nothing where the next

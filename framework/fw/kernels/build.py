@@ -23,6 +23,7 @@ import torch
 
 from fw.caches import cache_dir
 from fw.kernels.cores import cores, openmp_binds
+from fw.kernels.switches import KERNELS, turned_off
 from fw.kernels.threads import of_torch
 
 _HERE = Path(__file__).parent
@@ -66,7 +67,7 @@ def library(*flags: str) -> ctypes.CDLL:
     Raises:
         NotCompiled: with the reason.
     """
-    if os.environ.get("FW_KERNELS") == "off":
+    if turned_off(KERNELS):
         raise NotCompiled("FW_KERNELS=off")
     asked = compiler(), *flags, str(cache_dir())
     if asked in _refused:

@@ -43,9 +43,12 @@ def takes(x_I: Tensor, a_RI: Tensor, b_OR: Tensor, *others: Tensor) -> bool:
 
 
 def changed(x_I: Tensor, weight_OI: Tensor, bias_O: Tensor | None, a_RI: Tensor, b_OR: Tensor, scale: float) -> Tensor:
-    """``W x + bias + scale · B A x``, ``[…, O]`` in bfloat16; no gradient of W and of the bias."""
+    """``W x + bias + scale · B A x``, ``[…, O]`` in bfloat16; no gradient of W and of the bias.
+
+    W itself is kept for backward, and not the memory it has now, which an engine may take and give again in between.
+    """
     bias_O = None if bias_O is None else bias_O.detach()
-    found: Tensor = _Changed.apply(x_I.to(torch.bfloat16), weight_OI.detach(), bias_O, a_RI, b_OR, scale)
+    found: Tensor = _Changed.apply(x_I.to(torch.bfloat16), weight_OI, bias_O, a_RI, b_OR, scale)
     return found
 
 

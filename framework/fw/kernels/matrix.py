@@ -74,7 +74,12 @@ def add_product(sum_MN: Tensor, a_MK: Tensor, b_KN: Tensor, *, to_nothing: bool 
 
     Args:
         to_nothing: the sum is this product; what it holds before does not matter.
+
+    Raises:
+        ValueError: columns of the sum lie so.
     """
+    if sum_MN.stride(1) != 1:
+        raise ValueError(f"add_product: a row of the sum lies {sum_MN.stride(1)} numbers apart")
     torch.ops.fw.add_product(sum_MN, a_MK, b_KN, to_nothing)
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-import os
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from fw.kernels.build import NotCompiled, library
+from fw.kernels.switches import KERNELS, TRAINING_KERNELS, turned_off
 from fw.planned import planned_gpu
 
 DTYPES = (torch.bfloat16, torch.float32)
@@ -18,12 +18,12 @@ _PLAIN = (Tensor, nn.Parameter, FakeTensor)
 
 def wanted() -> bool:
     """Whether training is to use these kernels: unless ``FW_TRAINING_KERNELS=off``, in the environment of a plan as in that of a run."""
-    return os.environ.get("FW_TRAINING_KERNELS") != "off"
+    return not turned_off(TRAINING_KERNELS)
 
 
 def missing() -> str | None:
     """Why these kernels do not train here although nobody turned them off, as a sentence."""
-    if not wanted() or os.environ.get("FW_KERNELS") == "off":
+    if not wanted() or turned_off(KERNELS):
         return None
     try:
         library()

@@ -10,12 +10,12 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fw.errors import UserError
 from fw.kinds.attention import AttentionPlugin
 from fw.kinds.from_base import FromBase as FromBase, NormsOf as NormsOf
+from fw.kinds.head import Head as Head, LinearHead as LinearHead, only_looks as only_looks
 from fw.kinds.in_files import left_out
 from fw.kinds.tensor_plan import TensorPlan
 from fw.kinds.widths import Rescaling as Rescaling, Width as Width
@@ -24,8 +24,6 @@ from fw.registry import Plugin
 if TYPE_CHECKING:
     from fw.kinds.quantization import QuantizationPlugin
 
-Head = Callable[[Tensor], Tensor]
-"""Maps hidden states ``[..., D]`` to logits ``[..., V]``. One that is a :class:`LinearHead` lets an objective do better than call it."""
 Readout = Callable[[Tensor, Head, Tensor | None], Tensor]
 """Takes the last hidden states ``[B, L, D]``, the head, and what the model itself adds to the mean loss per token while it trains (a
 weighted scalar, as the balance of a router; None where there is nothing); what it returns, forward returns."""
@@ -35,34 +33,6 @@ Give = Callable[[Mapping[str, Tensor]], None]
 
 _USUAL_STD = 0.02
 """Of initial weights, since GPT (Radford et al. 2018, section 4.1)."""
-
-
-@dataclass(frozen=True)
-class LinearHead:
-    """``softcap · tanh(x Wᵀ / softcap)``; without softcap, ``x Wᵀ``. Holds the weight as it is during one forward."""
-
-    weight_VD: Tensor
-    softcap: float | None = None
-
-    @staticmethod
-    def of(module: nn.Module, softcap: float | None = None) -> LinearHead | None:
-        """With the weight of a linear layer or embedding; None where something else sees to that when the module is called (an adapter, an
-        engine that brings weights)."""
-        if type(module) not in (nn.Linear, nn.Embedding) or getattr(module, "bias", None) is not None:
-            return None
-        if module._forward_pre_hooks or module._forward_hooks or module._backward_pre_hooks or module._backward_hooks:
-            return None
-        weight = module.weight
-        assert isinstance(weight, Tensor)
-        return LinearHead(weight, softcap)
-
-    def __call__(self, x_D: Tensor) -> Tensor:
-        """``[..., D]`` → ``[..., V]``."""
-        return self.capped(F.linear(x_D, self.weight_VD))
-
-    def capped(self, logits_V: Tensor) -> Tensor:
-        """Of what the weight gives, the logits."""
-        return logits_V if self.softcap is None else self.softcap * torch.tanh(logits_V / self.softcap)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from torch import Tensor
+
 from fw.kinds.model import Adapters, CausalLM
 from fw.kinds.sharding import StepSpec
 from fw.registry import Plugin
@@ -45,6 +47,21 @@ class LowRank:
     scale: float
 
 
+@dataclass(frozen=True)
+class LowRankChange:
+    """``s · B A x`` beside what a layer gives.
+
+    Attributes:
+        down_RI: A, of rank R.
+        up_OR: B.
+        scale: s.
+    """
+
+    down_RI: Tensor
+    up_OR: Tensor
+    scale: float
+
+
 class PeftPlugin(Plugin):
     """Decides what trains. What does not needs neither gradient nor optimizer state, and a checkpoint does not hold it."""
 
@@ -64,7 +81,8 @@ class PeftPlugin(Plugin):
 
     def low_rank(self, model: CausalLM) -> Mapping[str, LowRank] | None:
         """Of a model that this was applied to: the changes of linear layers, by the layers' names; None where not all that was added
-        are such."""
+        are such. A layer of these may have ``apart()``, which gives the layer that it was, on the same tensors, and its
+        :class:`LowRankChange`, or None where it does more: what generates computes the two by kernels."""
         return None
 
     def check(self, model: CausalLM, spec: StepSpec) -> None:

@@ -12,8 +12,8 @@ from fw.checkpointing.placement import Cut
 from fw.errors import UserError
 from fw.kinds.checkpoint import Kept
 from fw.kinds.model import CausalLM, KVShape
+from fw.kinds.peft import LowRankChange
 from fw.kinds.tensor_plan import TensorPlan, fits, given, plan_for
-from fw.pretrained.low_rank import LowRankChange
 
 
 @dataclass(frozen=True)

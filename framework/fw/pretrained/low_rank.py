@@ -3,34 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from fw.checkpointing.tensor_files import ADAPTER, TensorFiles, adapter_for
 from fw.errors import UserError
 from fw.kinds import make
 from fw.kinds.attention import AttentionPlugin
 from fw.kinds.model import CausalLM, ModelPlugin
+from fw.kinds.peft import LowRankChange
 from fw.locate import ADAPTER_CONFIG, find
 from fw.pretrained.reading import peft_for
-
-
-@dataclass(frozen=True)
-class LowRankChange:
-    """``s · B A x`` beside what a layer gives.
-
-    Attributes:
-        down_RI: A, of rank R.
-        up_OR: B.
-        scale: s.
-    """
-
-    down_RI: Tensor
-    up_OR: Tensor
-    scale: float
 
 
 def read_low_rank(base: str | Path, adapter: str | Path, attention: AttentionPlugin, dtype: torch.dtype) -> Mapping[str, LowRankChange]:

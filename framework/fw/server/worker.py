@@ -32,13 +32,17 @@ def _run(connection: Connection[Any, Any]) -> None:
     begin: Begin = connection.recv()
     served = Served(begin)
     connection.send(served.loaded())
-    heard = [connection, served.forming.ready]
+    ranks = served.llm.ranks
+    heard = [connection, served.forming.ready, *(ranks.connections if ranks is not None else ())]
     while True:
         while there := wait(heard, 0 if served.busy else None):
             if connection in there:
                 served.take(connection.recv(), connection)
-            else:
+            elif served.forming.ready in there:
                 served.take_form()
+            else:
+                assert ranks is not None
+                ranks.lost()
             if not served.busy and not wait(heard, 0):
                 connection.send(served.said())  # nothing else is going to be
         connection.send(served.step())

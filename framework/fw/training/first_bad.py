@@ -12,6 +12,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
+from fw.kinds.model import CausalLM, only_looks
+
 Finding = tuple[int, bool, str]
 """Number of the micro-batch, whether it was in its backward, and what."""
 
@@ -29,6 +31,14 @@ class FirstBad:
         self.found: Finding | None = None
         """What and when, comparable between ranks that compute the same."""
         self._micro_batch = 0
+        self._of_leaves: list[RemovableHandle] = []
+        """Hooks of gradients that no graph holds: without :meth:`rest` parameters would have them for ever."""
+
+    def rest(self) -> None:
+        """The backward that was watched is over."""
+        for handle in self._of_leaves:
+            handle.remove()
+        self._of_leaves.clear()
 
     @contextmanager
     def forward(self) -> Iterator[None]:
@@ -56,20 +66,26 @@ class FirstBad:
     def _before(self, name: str, inside: list[str]) -> Callable[..., None]:
         def look(module: nn.Module, args: Any, kwargs: Any) -> None:
             if not self.found:
-                for own, parameter in module._parameters.items():
-                    if parameter is None:
-                        continue
-                    if not _finite(parameter):
-                        self._note(f"the weight {_join(name, own)} is not finite")
-                    elif parameter.requires_grad and torch.is_grad_enabled():
-                        parameter.register_hook(self._gradient(f"the gradient of the weight {_join(name, own)}"))
+                self._weights(name, module)
+                if isinstance(module, CausalLM):  # its head may be a weight to the loss, and no layer that is called
+                    for own, child in module.named_children():
+                        if isinstance(child, nn.Linear):
+                            self._weights(_join(name, own), child)
                 given = _tensors((args, kwargs))
                 if not all(map(_finite, given)):
                     self._note(f"what is computed in {inside[-1] if inside else 'the input'} is the first that is not finite")
                 self._watch(given, f"the gradient that {name or 'the model'} gives to its input")
             inside.append(name or "the model")
 
-        return look
+        return only_looks(look)
+
+    def _weights(self, name: str, module: nn.Module) -> None:
+        for own, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            if not _finite(parameter):
+                self._note(f"the weight {_join(name, own)} is not finite")
+            self._watch([parameter], f"the gradient of the weight {_join(name, own)}")
 
     def _after(self, name: str, inside: list[str]) -> Callable[..., None]:
         def look(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -79,12 +95,14 @@ class FirstBad:
                 self._note(f"the output of {name or 'the model'} is the first that is not finite")
             self._watch(made, f"the gradient that reaches the output of {name or 'the model'}")
 
-        return look
+        return only_looks(look)
 
     def _watch(self, tensors: list[Tensor], what: str) -> None:
         for tensor in tensors:
             if tensor.requires_grad and torch.is_grad_enabled():
-                tensor.register_hook(self._gradient(what))
+                handle = tensor.register_hook(self._gradient(what))
+                if tensor.is_leaf:
+                    self._of_leaves.append(handle)
 
     def _gradient(self, what: str) -> Callable[[Tensor], None]:
         def look(gradient: Tensor) -> None:

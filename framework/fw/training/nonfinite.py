@@ -60,8 +60,11 @@ class Nonfinite:
         """
         before.restore()
         watched = FirstBad(module.assembly.stepper.module)
-        with torch.compiler.set_stance("force_eager"):
-            loss = compute(watched)
+        try:
+            with torch.compiler.set_stance("force_eager"):
+                loss = compute(watched)
+        finally:
+            watched.rest()
         again = Again(loss, module.assembly.stepper.step(lr_factor))
         found = module.strategy.gather((float(loss), watched.found))
         first, rank = min(((finding, rank) for rank, (_, finding) in enumerate(found) if finding), default=(None, 0))

@@ -46,7 +46,7 @@ from fw.training.nonfinite import Nonfinite
 from fw.training.progress import Progress
 from fw.training.release import Release
 from fw.training.rng import seed_all
-from fw.training.same_run import begun_by_this_torchrun, check_same_run, held, note_starter
+from fw.training.same_run import begun_by_this_torchrun, check_same_kernels, check_same_run, held, note_starter
 from fw.training.saving import Saver
 from fw.training.stop import StopRequest
 from fw.training.strategy import MeshStrategy
@@ -82,13 +82,15 @@ def _train_rank(recipe: Recipe, world: World, files: Mapping[str, str]) -> Endin
         check(recipe, vocab_size, device, batches.rows)
         if world.is_first:
             note(recipe, device)
-        if world.local_rank == 0:
-            note_kernels(world, device)
+    if world.local_rank == 0:
+        note_kernels(world, device)
     timeout = recipe.launch.timeout
     strategy = MeshStrategy(world, recipe.mesh_shape, device, timeout, recipe.checkpoint.config.timeout or timeout)
     try:
         strategy.join()
         check_same_run(recipe, strategy.ranks)
+        if device.type == "cpu":
+            check_same_kernels(strategy.ranks)
         holds = world.is_first and not outcome.launched_by_fw()  # else the launching process does
         in_fp32 = device.type == "cpu" and torch.float32 in recipe.step_spec(device).computes_in
         with (

@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from fw.errors import RunError, UserError
+from fw.kernels.of_cpu import missing, wanted
+from fw.kernels.switches import KERNELS, TRAINING_KERNELS, turned_off
 from fw.kinds.checkpoint import Ranks
 from fw.recipe import Recipe
 
@@ -39,6 +41,23 @@ def check_same_run(recipe: Recipe, ranks: Ranks) -> None:
             raise RunError(
                 f"rank {rank} is of another job or step than rank 0: two runs have met on one port; set launch.port or MASTER_PORT"
             )
+
+
+def check_same_kernels(ranks: Ranks) -> None:
+    """See that updates are the same to the last bit on every rank: replicas that differ in them would drift apart for ever.
+
+    Raises:
+        RunError: some have kernels, and others not.
+    """
+    off = not wanted() or turned_off(KERNELS)
+    told = ranks.gather((socket.gethostname(), "they are turned off there" if off else missing()))
+    without = [(rank, host, why) for rank, (host, why) in enumerate(told) if why is not None]
+    if 0 < len(without) < len(told):
+        rank, host, why = without[0]
+        raise RunError(
+            f"rank {rank} on {host} has no CPU kernels of fw's ({why}), and others have: their updates differ in the last bits; give all"
+            f" hosts a compiler, or set {TRAINING_KERNELS}=off on all"
+        )
 
 
 def begun_by_this_torchrun(run_dir: Path) -> bool:

@@ -200,7 +200,7 @@ def add_product(sum_VD: Tensor, grad_cV: Tensor, x_cD: Tensor, *, to_nothing: bo
     Args:
         to_nothing: the sum is this product; what it holds before does not matter.
     """
-    if matrix.takes(grad_cV.t(), x_cD, sum_VD.dtype):
+    if sum_VD.stride(1) == 1 and matrix.takes(grad_cV.t(), x_cD, sum_VD.dtype):
         matrix.add_product(sum_VD, grad_cV.t(), x_cD, to_nothing=to_nothing)
         return
     if grad_cV.dtype == sum_VD.dtype:

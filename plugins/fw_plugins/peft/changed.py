@@ -153,6 +153,21 @@ def become(module: nn.Module, kind: type[nn.Module], parameters: Mapping[str, tu
         module.register_parameter(name, nn.Parameter(torch.empty(shape)))
 
 
+def unchanged(module: nn.Module, kind: type[nn.Module], added: Sequence[str]) -> nn.Module | None:
+    """What a module was before :func:`become` made it one of ``kind``, too, on the same tensors; None where it has become more.
+
+    Args:
+        added: names of the parameters that came with it.
+    """
+    cls = type(module)
+    was = kind.__bases__[0] if cls is kind else cls.__bases__[1] if cls.__bases__[0] is kind else None
+    if was is None:
+        return None
+    found: nn.Module = object.__new__(was)
+    found.__dict__ = {**module.__dict__, "_parameters": {name: p for name, p in module._parameters.items() if name not in added}}
+    return found
+
+
 _classes: dict[tuple[type, type], Any] = {}
 
 

@@ -15,9 +15,9 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from fw.api import Adapters, CausalLM, FromBase, HFTensor, Init, NormsOf, PeftPlugin, UserError
+from fw.api import Adapters, CausalLM, FromBase, HFTensor, Init, LowRank, NormsOf, PeftPlugin, UserError
 from fw_plugins.peft.changed import OF_TRAINING, begun_from, patterns
-from fw_plugins.peft.hf_peft_layers import INSIDE, Made, OfPeft, OfWeight, Plain, put_inside
+from fw_plugins.peft.hf_peft_layers import ADAPTER, INSIDE, Made, OfPeft, OfWeight, Plain, put_inside
 from fw_plugins.peft.norms import train_norms
 from fw_plugins.peft.targets import ALL_LINEAR, by_pattern, chosen, names_in_files, shortest
 
@@ -196,6 +196,20 @@ class HFPeft(PeftPlugin):
         return Adapters(
             added, tensors, config, {}, begun, "the peft library computes whole layers", from_base, fixed=fixed, repeated=repeated
         )
+
+    def low_rank(self, model: CausalLM) -> Mapping[str, LowRank] | None:
+        """Of LORA, where nothing else is added: no bias of B, no norms, no other way to compute."""
+        from peft.tuners.lora.layer import Linear
+
+        found: dict[str, LowRank] = {}
+        for name, module in model.named_modules():
+            inside = module._modules.get(INSIDE)
+            if type(inside) is Linear and not inside.lora_variant:
+                down, up = (f"{name}.{INSIDE}.{each}.{ADAPTER}.weight" for each in ("lora_A", "lora_B"))
+                found[name] = LowRank(down, up, inside.scaling[ADAPTER])
+        assert model.adapters is not None
+        theirs = {each for of in found.values() for each in (of.down, of.up)}
+        return found if theirs == model.adapters.added.keys() == model.adapters.tensors.keys() else None
 
     def _norms(self, model: CausalLM, options: Any) -> Adapters:
         tensors, names = train_norms(model, patterns(options.target_modules), patterns(options.exclude_modules), self.as_peft)

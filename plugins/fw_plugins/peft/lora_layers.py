@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fw.api import adapters_are_off
+from fw.api import LowRankChange, adapters_are_off
 from fw.api.kernels import lowrank, matrix
-from fw_plugins.peft.changed import become
+from fw_plugins.peft.changed import become, unchanged
 
 
 class LoraLinear(nn.Linear):
@@ -41,6 +41,11 @@ class LoraLinear(nn.Linear):
         # One product that adds: what it adds to is not kept for backward, and there is no third tensor of that size.
         return torch.addmm(out_O.flatten(0, -2), low_R.flatten(0, -2), self.lora_B.t()).view(out_O.shape)
 
+    def apart(self) -> tuple[nn.Module, LowRankChange] | None:
+        """The layer that it was, and what changes it; None where it does more."""
+        was = unchanged(self, LoraLinear, ("lora_A", "lora_B"))
+        return None if was is None else (was, LowRankChange(self.lora_A.detach(), self.lora_B.detach(), self.lora_scale))
+
 
 class DoraLinear(LoraLinear):
     """``m ∘ (W x + s B A x) / ‖W + s B A‖ + b``, norms of rows (Liu et al. 2024, https://arxiv.org/abs/2402.09353, section 4.3: no gradient
@@ -64,6 +69,9 @@ class DoraLinear(LoraLinear):
         change_O = F.linear(F.linear(kept_I, self.lora_A) * self.lora_scale, self.lora_B)
         factor_O = (self.lora_magnitude_vector / self._row_norms()).to(out_O.dtype)
         return out_O + (factor_O - 1) * plain_O + factor_O * change_O
+
+    def apart(self) -> None:
+        """Its weight is scaled, too."""
 
     @torch.no_grad()
     def _row_norms(self) -> Tensor:

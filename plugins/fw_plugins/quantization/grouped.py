@@ -19,6 +19,8 @@ from torch import Tensor
 from fw.api.kernels import GroupedCodes
 
 SCALE, ZERO, ORDER = "weight_scale", "weight_zero_point", "weight_g_idx"
+_AT_ONCE = 1 << 24
+"""Weights that are in fp32 while they are made of codes."""
 
 
 @dataclass(frozen=True)
@@ -131,17 +133,20 @@ class Grouped:
     def dequantize(self, kept: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
         """``[O, I]`` of what :meth:`kept` names, in its order."""
         found = dict(zip(self.kept(), kept, strict=True))
-        codes = unpack(found["weight"], self.bits, self.features[1]).to(dtype)
-        if not self.ordered:
-            codes = codes.unflatten(1, (self.groups, self.group))
+        out_OI = torch.empty(self.features, dtype=dtype, device=kept[0].device)
+        some = max(1, _AT_ONCE // self.features[1])
+        for begin in range(0, self.features[0], some):  # in fp32, as scales are, of some rows at a time
+            rows = slice(begin, begin + some)
+            codes = unpack(found["weight"][rows], self.bits, self.features[1]).float()
+            if not self.ordered:
+                codes = codes.unflatten(1, (self.groups, self.group))
 
-        def of_columns(x_OG: Tensor) -> Tensor:
-            x_OG = x_OG.to(dtype)
-            return x_OG.index_select(1, found[ORDER]) if self.ordered else x_OG[..., None]
+            def of_columns(x_OG: Tensor) -> Tensor:
+                return x_OG.float().index_select(1, found[ORDER]) if self.ordered else x_OG.float()[..., None]
 
-        # Differences of codes are exact in any floating-point dtype, and so are products with a scale before they are rounded.
-        zero = 2 ** (self.bits - 1) if self.symmetric else of_columns(found[ZERO])
-        return codes.sub_(zero).mul_(of_columns(found[SCALE].view(torch.float32))).flatten(1)
+            zero = 2 ** (self.bits - 1) if self.symmetric else of_columns(found[ZERO][rows])
+            out_OI[rows] = codes.sub_(zero).mul_(of_columns(found[SCALE].view(torch.float32)[rows])).flatten(1)
+        return out_OI
 
     def grouped(self, kept: tuple[Tensor, ...]) -> GroupedCodes | None:
         """For products with the codes themselves, where groups are neighbours."""

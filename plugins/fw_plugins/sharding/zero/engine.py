@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 
@@ -68,11 +69,31 @@ def forget() -> None:
     from deepspeed.runtime.zero.partition_parameters import Init
     from deepspeed.utils import groups
 
+    as_torch_multiplies()
     groups._release_process_group_references()
     comm.cdb = None
     Init.param_id = 0
     for count in DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__ or ():
         count[0] = 0
+
+
+def by_parameter(init: Any) -> None:
+    """From now on products keep their parameter for backward, and not the memory that it has in forward: that would stay until then, so
+    that stage 3 had all weights at once.
+
+    Args:
+        init: DeepSpeed's, which replaces torch's function where it surrounds a model's code; fw makes parameters one by one.
+    """
+    if init.mem_efficient_linear:
+        init._enable_mem_efficient_linear()
+
+
+def as_torch_multiplies() -> None:
+    """The end of :func:`by_parameter`."""
+    from deepspeed.runtime.zero.partition_parameters import InsertPostInitMethodToModuleSubClasses
+
+    if (torchs := getattr(InsertPostInitMethodToModuleSubClasses, "linear_bk", None)) is not None:
+        torch.nn.functional.linear = torchs
 
 
 def silent() -> contextlib.AbstractContextManager[object]:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from fw.api import CausalLM, Give
+from fw_plugins.sharding.zero import engine
 
 
 def partition(model: CausalLM, package: Any, config: dict[str, Any], device: torch.device) -> None:
@@ -22,21 +23,22 @@ def partition(model: CausalLM, package: Any, config: dict[str, Any], device: tor
         config: its JSON.
     """
     # By the config's word on dtypes: one that is given counts for nothing on processors without float16 (deepspeed 0.19.8).
-    engine = package.zero.Init(config_dict_or_path=config)
+    init = package.zero.Init(config_dict_or_path=config)
+    engine.by_parameter(init)
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in list(module._parameters.items()):
             if parameter is None:
                 continue
             if id(parameter) not in made:
-                made[id(parameter)] = _partitioned(parameter, engine, device)
+                made[id(parameter)] = _partitioned(parameter, init, device)
             module._parameters[name] = made[id(parameter)]
     model.materialise(device)  # of parameters only their empty shells are left; buffers
 
 
-def _partitioned(parameter: nn.Parameter, engine: Any, device: torch.device) -> nn.Parameter:
+def _partitioned(parameter: nn.Parameter, init: Any, device: torch.device) -> nn.Parameter:
     whole: Any = nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype, device=device), parameter.requires_grad)
-    engine._convert_to_deepspeed_param(whole)
+    init._convert_to_deepspeed_param(whole)
     whole.partition()
     partitioned: nn.Parameter = whole
     return partitioned

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fw.api import Give, Kept, KeptTensors, Piece, RunError, Stepper, StepResult, StepSpec
+from fw_plugins.sharding.zero import engine as own_engine
 from fw_plugins.sharding.zero.disk import OwnDirectory
 from fw_plugins.sharding.zero.fragments import Flats
 from fw_plugins.sharding.zero.placing import fill_frozen
@@ -189,7 +190,8 @@ class ZeroStepper(Stepper):
         return self._files
 
     def close(self) -> None:
-        """Remove what is on the disk."""
+        """Remove what is on the disk, and what was changed of torch."""
+        own_engine.as_torch_multiplies()
         if self._nvme is not None:
             self._nvme.remove()
 
