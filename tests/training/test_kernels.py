@@ -11,8 +11,8 @@ import torch
 from conftest import column, environment, fw
 from fw.config import load
 from fw.kernels.of_cpu import missing
-from fw.launching import cores
 from fw.kernels.switches import turned_off
+from fw.launching import cores
 from fw.planning.host_speed import threads_of
 from fw.recipe import World, resolve
 from fw.training import inputs, rank
