@@ -22,8 +22,8 @@ inline Lane root_of(Lane x) {
 #endif
 }
 
-template <typename T>
-inline void change(T* p, const T* g, T* m, T* v, const How& how) {
+template <typename T, typename G>
+inline void change(T* p, const G* g, T* m, T* v, const How& how) {
     const Lane grad = loaded(g) * how.factor;
     const Lane mean = loaded(m) + how.first * (grad - loaded(m));
     const Lane square = how.second * loaded(v) + (1.0f - how.second) * grad * grad;
@@ -32,29 +32,31 @@ inline void change(T* p, const T* g, T* m, T* v, const How& how) {
     stored(v, square);
 }
 
-template <typename T>
-void changed(T* p, const T* g, T* m, T* v, long count, const How& how) {
+template <typename T, typename G>
+void changed(T* p, const G* g, T* m, T* v, long count, const How& how) {
     pool::each((count + PIECE - 1) / PIECE, [=](long piece) {
         const long end = std::min(count, (piece + 1) * PIECE);
         long i = piece * PIECE;
         for (; i + LANES <= end; i += LANES) change(p + i, g + i, m + i, v + i, how);
         if (i == end) return;
-        T last[4][LANES] = {};  // computed as all others: where a tensor ends must not show
+        T last[3][LANES] = {};  // computed as all others: where a tensor ends must not show
+        G grad[LANES] = {};
         T* const to[] = {p + i, m + i, v + i};
-        const T* const from[] = {p + i, m + i, v + i, g + i};
-        for (int k = 0; k < 4; k++) std::copy_n(from[k], end - i, last[k]);
-        change(last[0], last[3], last[1], last[2], how);
+        for (int k = 0; k < 3; k++) std::copy_n(to[k], end - i, last[k]);
+        std::copy_n(g + i, end - i, grad);
+        change(last[0], grad, last[1], last[2], how);
         for (int k = 0; k < 3; k++) std::copy_n(last[k], end - i, to[k]);
     });
 }
 
 }  // namespace
 
-// p, m, v after a step, of `count` numbers in bfloat16 where `half`, else in fp32: m += first (g factor - m),
+// p, m, v after a step, of `count` numbers in bfloat16 where `half`, else in fp32, g where `grad_half`: m += first (g factor - m),
 // v = second v + (1 - second) (g factor)², p = keep p - rate m / (√v / root + eps).
-extern "C" void fw_adamw(void* p, const void* g, void* m, void* v, long half, long count, float factor, float keep, float first, float second,
+extern "C" void fw_adamw(void* p, const void* g, void* m, void* v, long half, long grad_half, long count, float factor, float keep, float first, float second,
                          float eps, float rate, float root) {
     const How how{factor, keep, first, second, eps, rate, root};
     half ? changed((uint16_t*)p, (const uint16_t*)g, (uint16_t*)m, (uint16_t*)v, count, how)
-         : changed((float*)p, (const float*)g, (float*)m, (float*)v, count, how);
+    : grad_half ? changed((float*)p, (const uint16_t*)g, (float*)m, (float*)v, count, how)
+                : changed((float*)p, (const float*)g, (float*)m, (float*)v, count, how);
 }

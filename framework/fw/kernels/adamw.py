@@ -12,7 +12,7 @@ from torch import Tensor
 from fw.kernels.calls import Kernel
 from fw.kernels.of_cpu import DTYPES, of_cpu, wanted
 
-_UPDATE = Kernel("fw_adamw", [ctypes.c_void_p] * 4 + [ctypes.c_long] * 2 + [ctypes.c_float] * 7)
+_UPDATE = Kernel("fw_adamw", [ctypes.c_void_p] * 4 + [ctypes.c_long] * 3 + [ctypes.c_float] * 7)
 
 
 def available() -> bool:
@@ -21,9 +21,10 @@ def available() -> bool:
 
 
 def takes(*alike: Tensor) -> bool:
-    """Whether :func:`update` changes a parameter with its gradient and its moments, which are these."""
-    first = alike[0]
-    same = all(x.dtype == first.dtype and x.shape == first.shape and x.stride() == first.stride() for x in alike)
+    """Whether :func:`update` changes a parameter with its gradient, which may be in bfloat16, and its moments, which are these."""
+    first, grad, *_ = alike
+    same = all(x.shape == first.shape and x.stride() == first.stride() and x.dtype == first.dtype for x in alike if x is not grad)
+    same = same and grad.shape == first.shape and grad.stride() == first.stride() and grad.dtype in (first.dtype, torch.bfloat16)
     return same and first.dtype in DTYPES and torch.ops.aten.is_non_overlapping_and_dense(first) and of_cpu(*alike) and _UPDATE.available
 
 
@@ -68,8 +69,8 @@ def _update(
         steps_before += 1
         step = steps_before.item()
         root, rate = math.sqrt(1 - beta2**step), lr / (1 - beta1**step)
-        given = (x.data_ptr() for x in (p, g, m, v))
-        _UPDATE(*given, p.dtype == torch.bfloat16, p.numel(), by, 1 - lr * weight_decay, 1 - beta1, beta2, eps, rate, root)
+        given = *(x.data_ptr() for x in (p, g, m, v)), *(x.dtype == torch.bfloat16 for x in (p, g)), p.numel()
+        _UPDATE(*given, by, 1 - lr * weight_decay, 1 - beta1, beta2, eps, rate, root)
 
 
 @_update.register_fake

@@ -48,6 +48,8 @@ class AdamWUpdate(torch.optim.AdamW):
     State is torch's own. What the kernel does not take, torch's update does.
     """
 
+    reads_narrow_gradients = True
+    """Those of parameters in fp32 may be in bfloat16."""
     grad_factor: Tensor | None = None
     """What gradients of the next step are multiplied by."""
 
@@ -64,10 +66,21 @@ class AdamWUpdate(torch.optim.AdamW):
                     options = {key: group[key] for key in ("lr", "betas", "eps", "weight_decay")}
                     kernel.update(lists[0], lists[1], lists[2], lists[3], steps, factor=factor, **options)
             return loss
+        self._widen()
+        gathered = [(group, *self._gathered(group)) for group in self.param_groups]
         if factor is not None:
             torch._foreach_mul_([grad for _, lists, _ in gathered for grad in lists[1]], factor)
         super().step()
         return loss
+
+    def _widen(self) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None and parameter.grad.dtype != parameter.dtype:
+                    wide = parameter.grad.to(parameter.dtype)
+                    parameter.grad = None
+                    parameter.grad_dtype = parameter.dtype
+                    parameter.grad = wide
 
     def _gathered(self, group: dict[str, Any]) -> tuple[list[list[Tensor]], list[Tensor]]:
         """Parameters, gradients and both moments, of each what this rank has; and how many steps each has made."""

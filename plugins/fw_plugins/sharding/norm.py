@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from fw.api import on_gpu
+from fw.api.kernels import squares
 
 Layout = tuple[DeviceMesh, tuple[Placement, ...]]
 
@@ -59,6 +60,8 @@ def global_norm(grads: Mapping[nn.Parameter, Tensor]) -> Tensor:
 def _square_sum(tensors: Sequence[Tensor]) -> Tensor:
     if on_gpu(tensors[0]):  # a tree of sums already, and one kernel for all
         return torch.stack(torch._foreach_norm(list(tensors), 2, torch.float32)).double().square().sum()
+    if all(map(squares.takes, tensors)):
+        return squares.square_sum(tensors)
     # Where a tensor has fewer rows than there are ranks, some ranks hold none of it.
     kept = [t.reshape(-1, t.shape[-1] if t.dim() else 1) for t in tensors if t.numel()]
     rows = [torch.linalg.vector_norm(t, dim=-1, dtype=torch.float32) for t in kept]

@@ -8,8 +8,7 @@ from contextlib import AbstractContextManager
 from torch.distributed.device_mesh import DeviceMesh
 
 from fw.api import CausalLM, ShardingPlugin, Stepper, StepSpec, UserError
-from fw_plugins.sharding import casting, offloaded
-from fw_plugins.sharding.torch_stepper import TorchStepper
+from fw_plugins.sharding import casting, narrow, offloaded
 
 
 class SingleRank(ShardingPlugin):
@@ -34,9 +33,11 @@ class SingleRank(ShardingPlugin):
         return offloaded.without_files()
 
     def shard(self, model: CausalLM, mesh: DeviceMesh | None, spec: StepSpec) -> None:
-        """Nothing to divide."""
+        """Nothing to divide; gradients stay as narrow as they come, where that changes nothing."""
         casting.widen_lookups(model, spec.precision.parameters)
+        if narrow.fits(spec):
+            narrow.narrow(model)
 
     def stepper(self, model: CausalLM, mesh: DeviceMesh | None, spec: StepSpec) -> Stepper:
         """The plain step."""
-        return TorchStepper(model, spec)
+        return narrow.NarrowStepper(model, spec)
