@@ -23,7 +23,7 @@ def fits(spec: StepSpec) -> bool:
     """Whether a step has one micro-batch in bf16, and whoever updates reads gradients in either dtype."""
     policy, offload = spec.precision, spec.offload
     by_autocast = policy.parameters == torch.float32 and spec.computes_in == {torch.bfloat16}
-    kept = policy.accumulate in (None, torch.float32) and offload.gradients == "device" and offload.optimizer == "device"
+    kept = policy.accumulate in (None, torch.float32) and offload.params == offload.gradients == offload.optimizer == "device"
     read = getattr(spec.optimizer.cls, "reads_narrow_gradients", False) and not spec.optimizer.in_backward
     return by_autocast and kept and read and spec.accumulation == 1 and spec.device_type == "cpu" and hasattr(Tensor, "grad_dtype")
 
