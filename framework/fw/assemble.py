@@ -267,8 +267,11 @@ def undivided(recipe: Recipe, vocab_size: int) -> CausalLM:
     return model
 
 
-def check(recipe: Recipe, vocab_size: int, device: torch.device, rows: Rows | None = None) -> None:
+def check(recipe: Recipe, vocab_size: int, device: torch.device, rows: Rows | None = None, is_here: bool = True) -> None:
     """Refuse what the model's shape stands against, or that of the data's ``rows``, before any rank starts.
+
+    Args:
+        is_here: as in :class:`StepSpec`.
 
     Raises:
         UserError: sharding does not fit the model, or does not do what the other plugins ask for.
@@ -281,7 +284,7 @@ def check(recipe: Recipe, vocab_size: int, device: torch.device, rows: Rows | No
     with torch.device("meta"):
         model = recipe.model.build(vocab_size, recipe.train.sequence_length, recipe.attention)
     try:
-        spec = recipe.step_spec(device, rows)
+        spec = replace(recipe.step_spec(device, rows), is_here=is_here)
         with torch.device("meta"):
             _change(model, recipe, spec)
         _elsewhere(model, recipe, spec)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import io
 import json
 import os
+import shutil
+from pathlib import Path
 
 import pytest
 
@@ -13,7 +17,8 @@ from fw.checkpointing.manifest import FORMAT, MANIFEST, Digest, damages, hash_fi
 from fw.checkpointing.retention import Written, superfluous
 from fw.errors import UserError
 from fw.kinds.checkpoint import CheckpointOptions, NewerFormatError
-from fw.place import Place, place
+from fw.place import LocalPlace, Place, place
+from fw_plugins.checkpoint.safetensors import SafetensorsCheckpoint, SafetensorsConfig
 
 
 @pytest.fixture(params=["file", "memory", "s3"])
@@ -180,7 +185,7 @@ def test_wishes_that_mean_nothing_are_refused(options, says):
 def test_without_an_exchange_of_directories_the_old_one_makes_room(tmp_path, monkeypatch):
     directory = place(tmp_path)
     save(directory, 1)
-    monkeypatch.setattr(commit, "_exchange", lambda one, other: False)
+    monkeypatch.setattr(commit, "exchange", lambda one, other: False)
     path = save(directory, 1, b"new")
     assert path.read("weights.bin") == b"new" and sorted(directory.names()) == ["latest", "step-00000001"]
 
@@ -190,3 +195,56 @@ def test_an_error_of_a_store_says_what_the_store_said(bucket):
     with pytest.raises(OSError) as caught:
         missing.write("x", b"1")
     assert "bucket does not exist" in str(caught.value)
+
+
+def test_a_step_that_was_interrupted_between_two_renamings_has_its_name_again(tmp_path):
+    directory = place(tmp_path)
+    save(directory, 1)
+    os.rename(tmp_path / "step-00000001", tmp_path / "step-00000001.old.tmp")
+    commit.begin(directory, "step-00000001")  # what was to take its place, whole or not, is nobody's without its name
+    commit.clean(directory)
+    assert commit.history(directory) == ["step-00000001"] and sorted(directory.names()) == ["latest", "step-00000001"]
+
+
+def test_a_latest_that_is_a_directory_is_refused_before_a_run(tmp_path):
+    """As `cp -rL` makes one."""
+    save(place(tmp_path / "one"), 1)
+    shutil.copytree(tmp_path / "one", tmp_path / "copy")
+    with pytest.raises(UserError, match="copy/latest is a directory, as copies that follow links make"):
+        SafetensorsCheckpoint(SafetensorsConfig()).clean(place(tmp_path / "copy"))
+    SafetensorsCheckpoint(SafetensorsConfig()).clean(place(tmp_path / "one"))
+
+
+def test_where_there_are_no_links_latest_is_a_file(tmp_path, monkeypatch):
+    def none(self, target, target_is_directory=False):
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(Path, "symlink_to", none)
+    directory = place(tmp_path)
+    for step in (1, 2):
+        save(directory, step)
+        assert commit.latest(directory) == f"step-{step:08d}" and (tmp_path / "latest").is_file()
+
+
+def test_a_file_that_takes_some_bytes_at_a_time_is_written_whole(tmp_path):
+    """As one on a disk that is filling does."""
+
+    class Slow(io.RawIOBase):
+        def __init__(self, file):
+            self.file = file
+
+        def write(self, data):
+            return self.file.write(bytes(data[:3]))
+
+        def fileno(self):
+            return self.file.fileno()
+
+        def close(self):
+            self.file.close()
+
+    class Filling(LocalPlace):
+        def create(self, name):
+            return Slow(super().create(name))
+
+    Filling(tmp_path).write("x", b"more than three bytes")
+    assert (tmp_path / "x").read_bytes() == b"more than three bytes"

@@ -90,6 +90,13 @@ def test_what_is_finite_when_computed_again_goes_on_as_if_nothing_had_been(spoil
     assert column("glitch", "loss") == column("straight", "loss"), "what watches changes nothing"
 
 
+def test_rolling_back_takes_nothing_from_another_future(spoilt):
+    """What came after the checkpoint that a run goes on from is what it wants to leave behind."""
+    fw("train", "tiny.yaml", *TWO, "sharding=ddp").ok()
+    done = spoilt("inf", "[6]", "train.on_nonfinite=roll_back", "sharding=ddp", "resume=run/checkpoints/step-00000004").ok()
+    assert re.search(r"going on from \S*run/checkpoints/step-00000004\n", done.err), done.err
+
+
 def test_a_run_that_does_not_recover_ends(spoilt):
     done = spoilt("inf", "[5,6,7,8,9]", "train.on_nonfinite=skip", "train.nonfinite_limit=3", "sharding=ddp")
     assert done.code == 1 and "3 steps in a row, the most that train.nonfinite_limit allows" in done.err

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -386,3 +387,11 @@ def test_the_torture_in_short():
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     tallies = json.loads(done.stdout)
     assert sum(tally["kills"] for tally in tallies.values()) == 8 and all(tally["runs"] for tally in tallies.values())
+
+
+def test_a_save_that_another_rank_is_busy_with_is_left_out_on_all(workspace):
+    """The first rank removes older checkpoints after the others are done; whoever saved then would wait for it in vain."""
+    recipe = resolve(load("tiny.yaml", ["checkpoint.when_busy=skip", "checkpoint.asynchronous=true"]), World())
+    saver = saving.Saver(recipe, OneRank(), SimpleNamespace(), None, lambda text: None)
+    module = SimpleNamespace(strategy=SimpleNamespace(max_on_host=lambda values: [1.0]))
+    assert saver._pending is None and not saver._is_free(5, module, last=False)

@@ -45,7 +45,7 @@ def recipe(*overrides: str):
 
 
 def most(history) -> int:
-    """Bytes more than at the beginning, at the highest; without numbers that a CPU's operator, and no GPU's, makes tensors of (``x / 2``)."""
+    """Bytes more than at the beginning, at the highest; without numbers that a CPU's operators alone make tensors of (``x / 2``)."""
     highest = now = 0
     for block, sign in history.changes:
         if block.nbytes <= 8:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -233,3 +234,22 @@ def test_the_plan_is_what_it_takes_and_ranks_agree(here: Path) -> None:
     losses, others, padded = (column(run, "loss") for run in runs)
     assert losses == pytest.approx(others, rel=2e-3), "in bf16, on one rank or two"
     assert padded[0] == pytest.approx(0.693147, rel=1e-4) and padded[-1] < padded[0]
+
+
+class Uniform(torch.nn.Module):
+    """Every token is as likely as any other, with adapters and without."""
+
+    def forward(self, ids, positions_BL, segments_BL, readout):
+        return readout(torch.zeros(*ids.shape, 4), lambda x: torch.zeros(*x.shape[:-1], 1000), None)
+
+
+def test_a_pair_of_which_nothing_is_left_to_learn_counts_for_nothing(here: Path) -> None:
+    """What it is divided by is what was summed."""
+    batch = rows(256)
+    whole = objective().count(batch)
+    assert whole == int(batch["segments"].amax(1).sum()) // 2 > 1
+    first = (batch["segments"] == 1) & (torch.arange(len(batch["segments"]))[:, None] == 0)
+    cut = {**batch, "labels": batch["labels"].masked_fill(first, IGNORED)}
+    assert objective().count(cut) == whole - 1
+    for each in (batch, cut):
+        assert float(objective().loss_sum(Uniform(), each)) == pytest.approx(objective().count(each) * math.log(2))

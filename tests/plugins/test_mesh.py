@@ -38,6 +38,10 @@ def test_the_product_of_a_mesh_is_the_world():
                     assert list(shape) == [name for name in ("replicate", "shard", "context", "tensor") if name in shape]
 
 
+TORN = "fsdp: reshard_after_forward 2 keeps parts of what tensor divides, which torch's FSDP2 does not; use true or false"
+ALONE = "sharding.context_method: ring passes keys between ranks of context, which is 1; leave it out, or set context"
+
+
 @pytest.mark.parametrize(
     ("options", "world", "says"),
     [
@@ -49,6 +53,16 @@ def test_the_product_of_a_mesh_is_the_world():
         ),
         ({"shard": 2}, 1, "fsdp: shard 2 does not fit 1 ranks; what does: shard: 1"),
         ({"reshard_after_forward": 3}, 4, "fsdp: reshard_after_forward 3 does not divide shard × context = 4; what does: 1, 2, 4"),
+        (
+            {"reshard_after_forward": 2, "tensor": 2},
+            8,
+            "fsdp: reshard_after_forward 2 keeps parts of what tensor divides, which torch's FSDP2 does not; use true or false",
+        ),
+        (
+            {"context_method": "ring"},
+            2,
+            "sharding.context_method: ring passes keys between ranks of context, which is 1; leave it out, or set context",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused_with_what_does(options, world, says):

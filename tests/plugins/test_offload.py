@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import gc
+import os
+import resource
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
 
 from conftest import column, fw
 from fw.errors import RunError, UserError
 from fw.kinds.offload import OffloadPolicy
 from fw.kinds.precision import PrecisionPolicy
 from fw.kinds.sharding import StepSpec
-from fw_plugins.offload import disk_store
+from fw_plugins.offload import activations, disk_store
 from fw_plugins.offload.activations import offload
 from fw_plugins.offload.disk_store import DiskStore
 from fw_plugins.offload.tiers import TiersConfig
@@ -21,6 +27,7 @@ from fw_plugins.optimizer.adamw import AdamW, AdamWConfig
 from fw_plugins.optimizer.sgd import SGD, SGDConfig
 from fw_plugins.sharding import offloaded, space
 from fw_plugins.sharding.torch_stepper import TorchStepper
+from fw_plugins.sharding.zero import disk
 from plugins.test_stepper import batches, loss_of, model
 
 FP32 = PrecisionPolicy(torch.float32, torch.float32, torch.float32)
@@ -192,6 +199,7 @@ def test_a_full_disk_is_said(tmp_path):
         ({"path": "x"}, "nothing is offloaded to nvme"),
         ({"activations_prefetch": -1}, "offload.activations_prefetch: -1 is below 0"),
         ({"activations_prefetch": 2}, "offload.activations_prefetch: activations stay on the device"),
+        ({"activations_above": "1MiB"}, "offload.activations_above: activations stay on the device"),
     ],
 )
 def test_options_that_contradict_each_other(options, says):
@@ -223,3 +231,59 @@ def test_a_run_under_fsdp_with_everything_away(workspace):
     fw("train", "tiny.yaml", *two, *away, "resume=auto").ok()
     assert column("run", "loss") == column("plain", "loss")
     assert not list(Path("disk").iterdir())
+
+
+def test_state_that_is_taken_back_again_takes_no_more_of_the_disk(tmp_path):
+    """As each roll-back does."""
+    stepper = trained(OffloadPolicy(optimizer="nvme", path=tmp_path), "adamw")
+    mapped, kept = mapped_bytes(tmp_path), {name: tensor.clone() for name, tensor in stepper.optimizer_tensors().items()}
+    for _ in range(2):
+        stepper.load_optimizer_tensors(kept)
+        gc.collect()
+        assert mapped_bytes(tmp_path) == mapped
+    assert all(torch.equal(tensor, kept[name]) for name, tensor in stepper.optimizer_tensors().items())
+
+
+def test_parameters_that_tensor_parallelism_divides_stay(tmp_path):
+    """Operators save their local tensors."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        layer = torch.nn.Linear(64, 64, bias=False)
+        local = layer.weight.detach()
+        layer.weight = torch.nn.Parameter(DTensor.from_local(local, mesh, [Replicate()]))
+        assert activations._storage(layer.weight) == local.untyped_storage()._cdata
+    finally:
+        dist.destroy_process_group()
+
+
+def test_many_activations_on_disk_may_be_open(tmp_path):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+        store = DiskStore(tmp_path)
+        kept = [store(torch.ones(4)) for _ in range(300)]
+        assert len(kept) == 300
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_another_machines_disk_is_not_looked_for_here(tmp_path):
+    policy = OffloadPolicy(optimizer="nvme", path=tmp_path / "there")
+    spec = StepSpec(FP32, policy, OPTIMIZERS["adamw"].spec(torch.device("cpu")), is_here=False)
+    offloaded.check(spec, model(), parts=1, gathers=False)
+    assert not policy.path.exists()
+
+
+def test_what_another_user_has_left_is_left(tmp_path, monkeypatch):
+    (tmp_path / "fw-zero-theirs").mkdir()
+    opened = os.open
+
+    def refuses(path, *more):
+        if "theirs" in str(path):
+            raise PermissionError(13, "Permission denied")
+        return opened(path, *more)
+
+    monkeypatch.setattr(os, "open", refuses)
+    disk._remove_abandoned(tmp_path)
+    assert (tmp_path / "fw-zero-theirs").is_dir()

@@ -13,7 +13,7 @@ import fw
 from chats import MARKED, PLAIN, opened, plugin, write, write_tokenizer
 from fw.cli import colour, main
 from fw.errors import UserError
-from fw.kinds.data import IGNORED
+from fw.kinds.data import CUT_OFF, IGNORED
 
 transformers = pytest.importorskip("transformers")
 
@@ -293,3 +293,84 @@ def test_the_preview_shows_what_is_learnt(here: Path, capsys: pytest.CaptureFixt
     assert main(["train", "chat.yaml", "train.run_dir=run"]) == 0
     assert fw.load_tokenizer("run" if (here / "run/tokenizer.json").exists() else "tokenizer").eos_token == "<|im_end|>"
     assert json.loads((here / "run/summary.json").read_text())["val_bits_per_byte"] > 0
+
+
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "number"}}}}}
+WITH_TOOLS = "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}" + PLAIN
+
+
+def test_tools_may_be_json_in_a_text(here: Path) -> None:
+    tokenizer = str(write_tokenizer(here / "tokenizer", WITH_TOOLS))
+    values = ({"messages": CHATS[0], "tools": tools} for tools in ([TOOL], json.dumps([TOOL]), "", None))
+    listed, text, empty, none = (
+        opened(plugin("chat", files=[file], val_files=[file], tokenizer=tokenizer)).train[0]
+        for file in [write(here / f"{number}.jsonl", value) for number, value in enumerate(values)]
+    )
+    assert torch.equal(listed["input_ids"], text["input_ids"]) and torch.equal(empty["input_ids"], none["input_ids"])
+    assert len(listed["input_ids"]) > len(none["input_ids"]) + 50
+    for number, wrong in enumerate(("{", '"add"', {"add": 1}, [1])):
+        file = write(here / f"wrong{number}.jsonl", {"messages": CHATS[0], "tools": wrong})
+        with pytest.raises(UserError, match="its tools are"):
+            opened(plugin("chat", files=[file], val_files=[file], tokenizer=tokenizer))
+
+
+def test_fields_that_a_table_gives_all_objects_are_not_in_them(here: Path) -> None:
+    """Parquet has one type for all rows: an object without a field comes back with nothing in it."""
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    other = json.loads(json.dumps(TOOL).replace('"a"', '"b"').replace("add", "neg"))
+    values = [{"messages": CHATS[0], "tools": [TOOL]}, {"messages": CHATS[1], "tools": [other]}]
+    lines = write(here / "chats.jsonl", *values)
+    parquet.write_table(pyarrow.Table.from_pylist(values), here / "chats.parquet")
+    tokenizer = str(write_tokenizer(here / "tokenizer", WITH_TOOLS))
+    one, table = (opened(plugin("chat", files=[file], val_files=[file], tokenizer=tokenizer)).train for file in (lines, "chats.parquet"))
+    assert [one[n]["labels"].tolist() for n in range(2)] == [table[n]["labels"].tolist() for n in range(2)]
+    assert [len(one[n]["input_ids"]) for n in range(2)] == [len(table[n]["input_ids"]) for n in range(2)]
+
+
+def test_answers_behind_the_cut_are_counted_and_none_at_all_is_refused(here: Path) -> None:
+    tokenizer = str(write_tokenizer(here / "tokenizer", None))
+    long, short = {"prompt": "p" * 100, "completion": "never"}, {"prompt": "p", "completion": "seen"}
+    data = plugin(
+        "jsonl", files=[write(here / "a.jsonl", long, short, long)], val_files=[write(here / "b.jsonl", short)], tokenizer=tokenizer
+    )
+    corpus = opened(data, 50)
+    assert corpus.facts[CUT_OFF] == 2 and corpus.train_tokens - 1 == sum(map(len, learnt(corpus.train))) == len("seen") + 1
+    assert CUT_OFF not in data.open(200).facts
+    none = plugin("jsonl", files=[write(here / "c.jsonl", long)], val_files=[write(here / "d.jsonl", short)], tokenizer=tokenizer)
+    with pytest.raises(UserError, match=r"train.sequence_length: 50 cuts off all that is learnt of every record to train on"):
+        opened(none, 50)
+
+
+def run_of(here: Path, **data: object) -> None:
+    """Leaves a config of a small run with these records."""
+    shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    train = {"max_steps": 2, "global_batch_size": 2, "sequence_length": 16, "val_every": 0, "save_every": 1, "sample_tokens": 0}
+    tokenizer = str(write_tokenizer(here / "tokenizer", None))
+    tree = {
+        "model": {"name": "llama", **shape},
+        "data": {"name": "jsonl", "tokenizer": tokenizer, **data},
+        "train": {**train, "run_dir": "run"},
+    }
+    (here / "run.yaml").write_text(json.dumps(tree))
+
+
+def test_another_division_into_samples_is_other_data(here: Path) -> None:
+    """Its fingerprint is of what was read; which part of that is held out decides the order of the rest."""
+    values = [{"text": f"number {n}"} for n in range(60)]
+    write(here / "a.jsonl", *values)
+    run_of(here, files=["a.jsonl"])
+    assert main(["train", "run.yaml"]) == 0
+    with pytest.raises(UserError, match=r"was trained on \d+ samples with \d+ held out, the config gives \d+ and \d+: the order"):
+        fw.train("run.yaml", "resume=auto", "train.max_steps=3", "data.val_fraction=0.3")
+    assert main(["train", "run.yaml", "resume=auto", "train.max_steps=3"]) == 0
+
+
+def test_answers_that_are_no_text_have_no_bits_per_byte(here: Path) -> None:
+    """Of an end alone nothing is left without special tokens."""
+    records = [{"prompt": f"p{n}", "completion": ""} for n in range(8)]
+    write(here / "a.jsonl", *records)
+    run_of(here, files=["a.jsonl"], val_files=["a.jsonl"])
+    summary = fw.train("run.yaml", "train.val_every=1", "train.save_every=0").summary
+    assert summary["val_loss"] > 0 and summary["val_bits_per_byte"] is None

@@ -25,7 +25,10 @@ from fw_plugins.schedule.wsd import WarmupStableDecay, WSDConfig
             Cosine(CosineConfig(warmup_steps=10, final=0.1, total_steps=200)),
             {9: 1, 10: 1, 199: 0.1, 99: 0.1 + 0.9 * (1 + math.cos(math.pi * 89 / 189)) / 2},
         ),
-        (WarmupStableDecay(WSDConfig(warmup_steps=5, decay_fraction=0.2, final=0.0)), {0: 0.2, 4: 1, 79: 1, 80: 1, 90: 0.5, 99: 0.05}),
+        (
+            WarmupStableDecay(WSDConfig(warmup_steps=5, decay_fraction=0.2, final=0.0)),
+            {0: 0.2, 4: 1, 79: 1, 80: 0.95, 89: 0.5, 99: 0, 500: 0},
+        ),
     ],
 )
 def test_factors_of_a_run_of_100_steps(schedule, expected):

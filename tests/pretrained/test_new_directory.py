@@ -68,6 +68,29 @@ def test_what_is_there_is_not_replaced(tmp_path: Path) -> None:
         new_directory(tmp_path / "target", overwrite=True)
 
 
+def test_what_another_has_made_meanwhile_stays(tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    with (
+        pytest.raises(UserError, match=r"by another meanwhile; what was to go there is now .*\.1"),
+        new_directory(target) as made,
+    ):
+        (made / "mine").write_text("mine")
+        with new_directory(target) as other:
+            (other / "theirs").write_text("theirs")
+    assert (target / "theirs").exists() and (tmp_path / "target.1" / "mine").exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["target", "target.1"]
+
+
+@pytest.mark.parametrize("exchanges", [True, False])
+def test_a_model_takes_the_place_of_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchanges: bool) -> None:
+    if not exchanges:
+        monkeypatch.setattr("fw.pretrained.new_directory.exchange", lambda one, other: False)
+    for text in ("one", "two"):
+        with new_directory(tmp_path / "target", overwrite=True) as made:
+            (made / "config.json").write_text(text)
+    assert (tmp_path / "target" / "config.json").read_text() == "two" and [path.name for path in tmp_path.iterdir()] == ["target"]
+
+
 def test_a_handler_of_the_program_stays(tmp_path: Path) -> None:
     before = signal.signal(signal.SIGTERM, lambda number, frame: None)
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -14,6 +15,7 @@ import torch
 from conftest import column, fw, start
 from fw.config import LoaderSection
 from fw.kinds.data import IGNORED
+from fw.training import loading
 from fw.training.batches import Source, ValidationPlans
 from fw.training.loading import loader
 from fw.training.micro_batches import Limit, Padding
@@ -98,3 +100,13 @@ def test_a_stop_of_all_processes_at_once_saves(workspace, number):
     assert process.returncode == (75 if number == signal.SIGTERM else 130), err
     assert "go on with resume=auto" in err and "Traceback" not in err
     assert len(list(Path("run/checkpoints").glob("step-*"))) == 1
+
+
+def test_other_processes_of_the_program_stay():
+    """At its end workers are killed, which would be waited for in vain; others are its own affair."""
+    process = multiprocessing.get_context("fork").Process(target=signal.pause)
+    process.start()
+    loading._end_workers()
+    assert process.is_alive()
+    process.kill()
+    process.join()

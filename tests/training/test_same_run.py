@@ -6,6 +6,7 @@ import os
 import shutil
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from safetensors.torch import load_file, save_file
@@ -13,9 +14,20 @@ from safetensors.torch import load_file, save_file
 from conftest import fw
 from fw.config import load
 from fw.errors import RunError, UserError
+from fw.launching.outcome import RESUME_FROM
 from fw.recipe import World, resolve
 from fw.training import same_run
-from fw.training.same_run import begun_by_this_torchrun, check_same_kernels, check_same_run, held, note_starter
+from fw.training.attempts import Attempts
+from fw.training.same_run import (
+    begun_by_this_torchrun,
+    check_same_data,
+    check_same_kernels,
+    check_same_run,
+    held,
+    held_by,
+    note_starter,
+    older_checkpoints,
+)
 from thread_ranks import on_ranks
 
 
@@ -86,3 +98,42 @@ def test_torchrun_goes_on_with_its_own_run_only(tmp_path, monkeypatch):
     assert begun_by_this_torchrun(tmp_path)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "another")
     assert not begun_by_this_torchrun(tmp_path)
+
+
+def test_checkpoints_of_one_place_are_one_runs_at_a_time(workspace):
+    kept = Path("kept")
+    recipe = resolve(load("tiny.yaml", ["checkpoint.to=kept", "train.run_dir=one"]), World())
+    with held_by(recipe):
+        done = fw("train", "tiny.yaml", "train.max_steps=1", "checkpoint.to=kept", "train.run_dir=other")
+        assert done.code == 2 and "checkpoint.to: another run is writing" in done.err and not Path("other").exists()
+    assert not kept.exists() and not list(Path().glob(".*.lock"))
+
+
+def test_what_was_there_before_this_torchrun_is_told_apart(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "7")
+    assert older_checkpoints(tmp_path) is None
+    note_starter(tmp_path, ("b", "a"))
+    assert older_checkpoints(tmp_path) == {"a", "b"}
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "8")
+    assert older_checkpoints(tmp_path) is None
+
+
+def test_ranks_with_other_data_do_not_train_together():
+    def corpus(fingerprint, train):
+        return SimpleNamespace(fingerprint=fingerprint, train=range(train), val=range(2))
+
+    assert on_ranks(2, lambda own: check_same_data(corpus("a", 9), own)) == [None, None]
+    for other in (corpus("a", 8), corpus("b", 9)):
+        for found in on_ranks(2, lambda own, other=other: check_same_data(other if own.rank else corpus("a", 9), own)):
+            assert isinstance(found, RunError) and "has other data than rank 0" in str(found)
+
+
+def test_a_run_that_waited_goes_on_from_what_the_other_has_saved_meanwhile(workspace):
+    """`resume=auto` was looked up before the directory was this run's."""
+    words = ["launch.devices=1", "train.save_every=2", "train.max_steps=2"]
+    fw("train", "tiny.yaml", *words).ok()
+    recipe = resolve(load("tiny.yaml", [*words, "resume=auto"]), World())
+    start = recipe.checkpoint.open(recipe.checkpoints / "step-00000002")
+    fw("train", "tiny.yaml", *words[:2], "train.max_steps=4", "resume=auto").ok()
+    with Attempts(recipe, start, lambda text: None, {}) as attempts:
+        assert attempts.prepare(0)[RESUME_FROM].endswith("step-00000004")

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
         parts as parts,
     )
     from fw.kinds.data import (
+        CUT_OFF as CUT_OFF,
         IGNORED as IGNORED,
         Corpus as Corpus,
         DataPlugin as DataPlugin,
@@ -123,6 +124,7 @@ if TYPE_CHECKING:
     from fw.locate import ADAPTER_CONFIG as ADAPTER_CONFIG, find as find
     from fw.meter.operator_flops import operator_flops as operator_flops
     from fw.meter.transfers import FROM_DISK as FROM_DISK, TO_DISK as TO_DISK, disk_transfer as disk_transfer
+    from fw.open_files import allow_open_files as allow_open_files
     from fw.place import Place as Place
     from fw.planned import (
         capability_of as capability_of,
@@ -157,7 +159,7 @@ _NAMES = {
     "fw.kinds.checkpoint": (
         "Beat CheckpointOptions CheckpointPlugin Kept NewerFormatError Part Piece Ranks Reader Region Snapshot Writes adapter_parts parts"
     ),
-    "fw.kinds.data": "IGNORED Corpus DataPlugin Rows Sample Samples Say VaryingSamples",
+    "fw.kinds.data": "CUT_OFF IGNORED Corpus DataPlugin Rows Sample Samples Say VaryingSamples",
     "fw.kinds.kv_cache": "KVCache KVCachePlugin KVNeeds Places Stretch",
     "fw.kinds.launcher": "LauncherPlugin Prepare Submitted",
     "fw.kinds.logger": "COLUMNS LoggerPlugin",
@@ -179,6 +181,7 @@ _NAMES = {
     "fw.meter.operator_flops": "operator_flops",
     "fw.planned": "capability_of gpu_capability is_gpu on_gpu planned_gpu update_alone",
     "fw.meter.transfers": "FROM_DISK TO_DISK disk_transfer",
+    "fw.open_files": "allow_open_files",
     "fw.place": "Place",
     "fw.pretrained": "plugin_for read_config",
     "fw.pretrained.directory": "read_adapter_config",

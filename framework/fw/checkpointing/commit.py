@@ -7,20 +7,20 @@ last, is what makes it a checkpoint.
 from __future__ import annotations
 
 import contextlib
-import ctypes
+import errno
 import os
 import re
-import sys
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 from fw.checkpointing.manifest import MANIFEST, Manifest, read_manifest
 from fw.errors import UserError
-from fw.place import LocalPlace, Place, sync
+from fw.place import LocalPlace, Place, exchange, sync
 
 LATEST = "latest"
 _STEP = re.compile(r"step-\d{8,}")
 _LEFT_OVER = re.compile(r"(step-\d{8,}.*|latest)\.tmp")
+_OLD = ".old.tmp"
+"""What a step is called while another takes its name."""
 
 
 def step_name(step: int) -> str:
@@ -57,8 +57,8 @@ def publish(directory: Place, written: Place, name: str) -> None:
     for inside in (written.local, *(p for p in written.local.rglob("*") if p.is_dir())):
         sync(inside)
     if final.exists():
-        if not _exchange(written.local, final):
-            aside = path / f"{name}.old.tmp"
+        if not exchange(written.local, final):
+            aside = path / f"{name}{_OLD}"
             LocalPlace(aside).remove()
             os.rename(final, aside)
             os.rename(written.local, final)
@@ -70,6 +70,16 @@ def publish(directory: Place, written: Place, name: str) -> None:
     point_latest(directory, name)
 
 
+def check_latest(directory: Place) -> None:
+    """See that ``latest`` can be moved.
+
+    Raises:
+        UserError: it is a directory.
+    """
+    if directory.local is not None and (directory.local / LATEST).is_dir() and not (directory.local / LATEST).is_symlink():
+        raise UserError(f"{directory.local / LATEST} is a directory, as copies that follow links make; remove it, steps have all it holds")
+
+
 def point_latest(directory: Place, name: str) -> None:
     """Make ``latest`` mean a step: a link, or where there are none, an object that holds its name."""
     if directory.local is None:
@@ -77,7 +87,12 @@ def point_latest(directory: Place, name: str) -> None:
         return
     link = directory.local / f"{LATEST}.tmp"
     link.unlink(missing_ok=True)
-    link.symlink_to(name, target_is_directory=True)
+    try:
+        link.symlink_to(name, target_is_directory=True)
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP):
+            raise
+        link.write_text(name)  # a file system without links
     os.replace(link, directory.local / LATEST)
     sync(directory.local)
 
@@ -185,6 +200,9 @@ def clean(directory: Place) -> list[str]:
     removed = []
     for name in directory.names():
         if directory.local is not None:
+            if name.endswith(_OLD) and not (directory.local / name.removesuffix(_OLD)).exists():
+                os.rename(directory.local / name, directory.local / name.removesuffix(_OLD))  # interrupted between two renamings
+                continue
             left_over = bool(_LEFT_OVER.fullmatch(name))
         else:
             left_over = bool(_STEP.fullmatch(name)) and not (directory / name).has(MANIFEST)
@@ -207,14 +225,3 @@ def discard(directory: Place, name: str) -> None:
 
 def _number(name: str) -> int:
     return int(name.partition("-")[2])
-
-
-def _exchange(one: Path, other: Path) -> bool:
-    """Swap two directories in one operation of the file system; False where it has none (``renameat2(2)``, Linux)."""
-    if sys.platform != "linux":
-        return False
-    at_working_directory, exchange = -100, 2
-    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    if renameat2 is None:
-        return False
-    return bool(renameat2(at_working_directory, os.fsencode(one), at_working_directory, os.fsencode(other), exchange) == 0)

@@ -88,7 +88,8 @@ def _compare(mine: TensorFiles, theirs: TensorFiles, name: str, progress: Callab
             continue
         same = False
         gap = (a.double() - b.double()).abs()
-        largest = max(largest, float(gap.max()) if gap.numel() else 0.0)
+        here = float(gap.max()) if gap.numel() else 0.0
+        largest = here if here > largest or math.isnan(here) else largest
         total += float(gap.sum())
         squares += float(gap.square().sum())
         reference += float(a.double().square().sum())
@@ -98,7 +99,7 @@ def _compare(mine: TensorFiles, theirs: TensorFiles, name: str, progress: Callab
     found: dict[str, Any] = {
         "largest": largest,
         "mean": total / count,
-        "relative": math.sqrt(squares / reference) if reference else math.inf,
+        "relative": math.sqrt(squares / reference) if reference else math.inf,  # no number where one of them holds such
     }
     if dtypes[0] != dtypes[1]:
         found["dtypes"] = [str(dtype).removeprefix("torch.") for dtype in dtypes]

@@ -90,7 +90,8 @@ class StepDirectories(CheckpointPlugin):
         try:
             return self._save(directory, name, snapshot, ranks, what)
         except RunError as error:
-            raise RunError(f"{error}; what was there before is untouched") from error
+            kept = "what was there before" if directory.local is not None else f"what was there before, apart from {name},"
+            raise RunError(f"{error}; {kept} is untouched") from error
 
     def _save(self, directory: Place, name: str, snapshot: Snapshot, ranks: Ranks, what: str) -> Place:
         if self._layout is None or self._layout.ranks is not ranks:
@@ -158,7 +159,8 @@ class StepDirectories(CheckpointPlugin):
         return self.reader(step)
 
     def clean(self, directory: Place) -> None:
-        """What interrupted saves left."""
+        """What interrupted saves left; a ``latest`` that no save could move is refused."""
+        commit.check_latest(directory)
         commit.clean(directory)
 
     def prune(self, directory: Place, keep: CheckpointOptions) -> list[str]:

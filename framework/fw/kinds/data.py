@@ -84,6 +84,10 @@ class Rows:
     segments: bool = False
 
 
+CUT_OFF = "nothing to learn left"
+"""Among :attr:`Corpus.facts`."""
+
+
 @dataclass(frozen=True)
 class Corpus:
     """What :meth:`DataPlugin.open` gives.
@@ -95,7 +99,7 @@ class Corpus:
         train_text, val_text: documents for baselines and prompts, read lazily.
         lengths: gives the tokens of each training document; None where samples are all there is to know.
         facts: what was found while it was made: ``documents``, exact ``duplicates`` among what was read, ``bad`` records that were
-            left out.
+            left out, and how many of which all that is learnt is behind the cut at ``sequence_length`` (:data:`CUT_OFF`).
     """
 
     train: Samples

@@ -40,6 +40,7 @@ class StepSpec:
         lengths_vary: micro-batches have rows of different length.
         segments: batches have ``segments``: rows hold several documents, or padding.
         phases: what ``precision`` will be one after another, the first included.
+        is_here: it will run on this machine, whose disks are those of ``offload.path``; False for a plan or a job for others.
         averages: weights are averaged besides, of each parameter the part that its rank keeps, by who gives them to the stepper.
     """
 
@@ -55,6 +56,7 @@ class StepSpec:
     segments: bool = False
     phases: tuple[PrecisionPolicy, ...] = ()
     averages: bool = False
+    is_here: bool = True
 
     @property
     def computes_in(self) -> frozenset[torch.dtype]:

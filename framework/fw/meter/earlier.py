@@ -28,4 +28,15 @@ def _is_on(tensor: Tensor, device: torch.device) -> bool:
 
 def in_one_piece() -> Iterator[Tensor]:
     """Every tensor that Python knows of whose memory is one allocation."""
-    return (each for each in gc.get_objects() if type(each) in (Tensor, nn.Parameter) and each.layout == torch.strided)
+    return (
+        each for each in gc.get_objects() if type(each) in (Tensor, nn.Parameter) and each.layout == torch.strided and _has_memory(each)
+    )
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    """Not so of those that stand for others while torch.compile traces, some of which it keeps."""
+    try:
+        tensor.untyped_storage().data_ptr()
+    except RuntimeError:
+        return False
+    return True

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from types import FrameType, GeneratorType
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fw.kinds.sharding import KeptTensors
 from fw.meter.account import Block, Site
+from fw.meter.earlier import in_one_piece
 from fw.meter.findings import GROWING, KEPT, Finding
 from fw.meter.step_memory import EXCHANGED, INPUTS
 
@@ -107,9 +107,8 @@ def _tensors_at(blocks: dict[int, Block]) -> dict[int, Tensor]:
     """A tensor of each block that Python knows of."""
     found: dict[int, Tensor] = {}
     if blocks:
-        for each in gc.get_objects():
-            if type(each) in (Tensor, torch.nn.Parameter) and each.layout == torch.strided:
-                found.setdefault(each.untyped_storage().data_ptr(), each)
+        for each in in_one_piece():
+            found.setdefault(each.untyped_storage().data_ptr(), each)
     return {address: found[address] for address in blocks if address in found}
 
 

@@ -74,7 +74,7 @@ def _plan(recipe: Recipe, gpu: Device | None, speeds: Speeds | None, tell: Say) 
     _, batches, vocab_size = open_data(recipe, tell)
     if gpu is not None:
         check_plannable(recipe)
-    check(recipe, vocab_size, torch.device(CPU if gpu is None else "cuda"), batches.rows)
+    check(recipe, vocab_size, torch.device(CPU if gpu is None else "cuda"), batches.rows, is_here=gpu is None)
     micro_batches = largest_step(batches)
     imported = held_bytes(torch.device(CPU)) or 0  # what a process with the same libraries holds before it has a model
     alike = ranks_alike(recipe, vocab_size, batches.rows)

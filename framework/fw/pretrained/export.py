@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import sys
 from dataclasses import dataclass
@@ -70,7 +71,7 @@ def export(
     if max_bytes < 1:
         raise UserError(f"--max-shard-size {max_shard_size} is too small")
     if (adapter := _adapter(source)) is not None:
-        return _export_adapter(place(adapter), Path(to), dtype, average)
+        return _export_adapter(adapter, Path(to), dtype, average)
     directory = locate(source)
     config = read_config(directory)
     if average:
@@ -97,11 +98,14 @@ def export(
     return [(path.name, path.stat().st_size) for path in sorted(Path(to).glob("*.safetensors"))]
 
 
-def _adapter(source: str | Path) -> Path | None:
+def _adapter(source: str | Path) -> Place | None:
     """Its directory, where the source is one of adapters alone."""
-    if "://" in str(source) or inside(Path(source), CONFIG) is not None:
+    if "://" in str(source):
+        step = locate(source)
+        return step if step.has(ADAPTER_CONFIG) and not step.has(CONFIG) else None
+    if inside(Path(source), CONFIG) is not None or (found := inside(Path(source), ADAPTER_CONFIG)) is None:
         return None
-    return inside(Path(source), ADAPTER_CONFIG)
+    return place(found)
 
 
 def _export_adapter(directory: Place, to: Path, dtype: str | None, average: bool) -> list[tuple[str, int]]:
@@ -139,11 +143,18 @@ def describe(directory: str | Path) -> dict[str, Any]:
     """Architecture, parameters, dtypes and files of a directory, from its headers.
 
     Raises:
-        UserError: it holds no model.
+        UserError: it holds neither a model nor adapters.
     """
-    found = locate(directory)
-    config = read_config(found)
-    files = TensorFiles(found)
+    if (adapter := _adapter(directory)) is not None:
+        found, files = adapter, TensorFiles(adapter, ADAPTER)
+        config = json.loads(found.read(ADAPTER_CONFIG))
+        architecture = f"adapters ({config.get('peft_type')}) of {config.get('base_model_name_or_path') or 'a model that is not named'}"
+        plugin = "peft"
+    else:
+        found = locate(directory)
+        files, config = TensorFiles(found), read_config(found)
+        architecture = (config.get("architectures") or [config.get("model_type")])[0]
+        plugin = plugin_name(config) or "none; model: hf runs transformers' own code"
     parameters = 0
     dtypes: dict[str, dict[str, int]] = {}
     shards = {file: {"tensors": len(names), "bytes": files.directory.size(file)} for file, names in files.files.items()}
@@ -160,8 +171,8 @@ def describe(directory: str | Path) -> dict[str, Any]:
         training = {"format": manifest.format} | {key: manifest.facts.get(key) for key in ("step", "world_size", "mesh", "metrics")}
     return {
         "directory": str(found),
-        "architecture": (config.get("architectures") or [config.get("model_type")])[0],
-        "plugin": plugin_name(config) or "none; model: hf runs transformers' own code",
+        "architecture": architecture,
+        "plugin": plugin,
         "parameters": parameters,
         "tensors": len(files.where),
         "dtypes": dtypes,
@@ -176,3 +187,8 @@ def locate(source: str | Path) -> Place:
     if "://" in str(source):
         return commit.steps_at(place(source))[0]
     return place(find(source))
+
+
+def locate_any(source: str | Path) -> Place:
+    """The model directory, or the directory of adapters that it means."""
+    return _adapter(source) or locate(source)

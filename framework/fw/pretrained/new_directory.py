@@ -13,6 +13,7 @@ from pathlib import Path
 from types import FrameType
 
 from fw.errors import UserError
+from fw.place import exchange
 
 
 class new_directory:
@@ -31,6 +32,7 @@ class new_directory:
     def __init__(self, path: Path, overwrite: bool = False) -> None:
         self.path = path.resolve()
         self._made: Path | None = None
+        self._overwrite = overwrite
         self._lock = -1
         self._termination: Termination | None = None
         if not path.exists():
@@ -65,11 +67,24 @@ class new_directory:
             if kind is not None:
                 shutil.rmtree(self._made, ignore_errors=True)
                 return
-            if self.path.is_dir():
-                shutil.rmtree(self.path)
-            self._made.rename(self.path)
+            self._publish(self._made)
         finally:
             self._end()
+
+    def _publish(self, made: Path) -> None:
+        if self._overwrite and self.path.is_dir() and exchange(made, self.path):
+            shutil.rmtree(made, ignore_errors=True)  # what bore the name before
+            return
+        if self._overwrite and self.path.is_dir():
+            shutil.rmtree(self.path)
+        try:
+            made.rename(self.path)  # over an empty directory, too
+        except OSError:
+            number = 1
+            while (aside := self.path.with_name(f"{self.path.name}.{number}")).exists():
+                number += 1
+            made.rename(aside)
+            raise UserError(f"{self.path} was made by another meanwhile; what was to go there is now {aside}") from None
 
     def _end(self) -> None:
         if self._lock >= 0:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from fw.launching.rank_log import LOG_DIR
 from fw.place import Place
 from fw.recipe import Recipe
 from fw.training import resume, run_dir
-from fw.training.same_run import held
+from fw.training.same_run import held_by
 
 
 class Attempts(ExitStack):
@@ -31,7 +31,7 @@ class Attempts(ExitStack):
     def __init__(self, recipe: Recipe, start: Reader | None, say: Callable[[str], None], files: Mapping[str, str]) -> None:
         super().__init__()
         self._recipe, self._start, self._say, self._files = recipe, start, say, files
-        self._older: set[str] = set()
+        self._older: frozenset[str] = frozenset()
 
     def prepare(self, attempt: int) -> dict[str, str]:
         """Make the run directory and the attempt's log directory; returns environment variables for the ranks.
@@ -41,10 +41,12 @@ class Attempts(ExitStack):
         """
         recipe = self._recipe
         if attempt == 0:
-            self.enter_context(held(recipe.run_dir))
+            self.enter_context(held_by(recipe))
+            if recipe.resume == resume.AUTO:
+                self._start = self._found_again()
             run_dir.make(recipe.run_dir, run_dir.continues(recipe, self._start), self._files)
             run_dir.make_room(recipe, self._start)
-            self._older = set(self._identities())
+            self._older = resume.identities(recipe)
         # Those of before this run are another future's.
         reader = (resume.newest(recipe, OneRank(), self._say, self._older) if attempt else None) or self._start
         if attempt:
@@ -53,11 +55,16 @@ class Attempts(ExitStack):
             self._say(f"starting the ranks again {where}")
         return {LOG_DIR: str(_new_log_dir(recipe.run_dir)), RESUME_FROM: "" if reader is None else absolute(reader.place)}
 
-    def _identities(self) -> Iterator[str]:
+    def _found_again(self) -> Reader | None:
+        """What `resume=auto` means now that nobody else writes there: the run that did may have gone on since it was looked for."""
         plugin, directory = self._recipe.checkpoint, self._recipe.checkpoints
-        for name in plugin.found(directory):
-            with suppress(UserError):
-                yield plugin.open(directory / name).identity
+        names = plugin.found(directory)
+        if not names or self._start is None:
+            return self._start
+        with suppress(UserError):
+            if plugin.open(directory / names[0]).identity == self._start.identity:
+                return self._start
+        return resume.newest(self._recipe, OneRank(), self._say)
 
 
 def absolute(place: Place) -> str:

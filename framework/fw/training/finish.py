@@ -86,6 +86,7 @@ def finish(recipe: Recipe, module: TrainingModule, between: BetweenSteps, device
     if between.release.thorough:
         summary |= _released(between, module)
     is_likelihood = recipe.objective.is_likelihood
+    is_likelihood = is_likelihood and module.corpus.val_bytes > 0  # else what is learnt are special tokens alone, which are no text
     if module.val_loss is not None and is_likelihood:
         nats = module.val_loss * (module.corpus.val_tokens - 1)
         summary["val_bits_per_byte"] = nats / math.log(2) / module.corpus.val_bytes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import sys
 from itertools import islice
@@ -15,7 +16,7 @@ from fw.checkpointing.tensor_files import weights_for
 from fw.errors import UserError
 from fw.kernels.of_cpu import missing, multiplies
 from fw.kinds.checkpoint import Ranks, Reader
-from fw.kinds.data import Corpus, Say
+from fw.kinds.data import CUT_OFF, Corpus, Say
 from fw.recipe import Recipe, World
 from fw.training import resume
 from fw.training.batches import Batches, arrange
@@ -33,7 +34,7 @@ def check_input(recipe: Recipe, device: torch.device | None = None) -> Reader | 
     """
     corpus, batches, vocab_size = open_data(recipe, say)
     runs_on = device or torch.device("cpu" if recipe.launch.accelerator == "cpu" else "cuda")
-    check(recipe, vocab_size, runs_on, batches.rows)
+    check(recipe, vocab_size, runs_on, batches.rows, is_here=device is not None)
     note(recipe, runs_on)
     checkpoint = resume.find(recipe, corpus, OneRank(), say)
     if device is not None:  # where ranks run, weights may be that are not here
@@ -83,6 +84,11 @@ def open_data(recipe: Recipe, say: Say) -> tuple[Corpus, Batches, int]:
     recipe.data.prepare(say)
     corpus = recipe.data.open(recipe.train.sequence_length)
     recipe.objective.check_data(corpus)
+    if cut := corpus.facts.get(CUT_OFF):
+        say(
+            f"warning: of {cut:,} of {len(corpus.train):,} samples nothing is left to learn: prompts fill"
+            f" train.sequence_length={recipe.train.sequence_length}; raise it, or leave such records out"
+        )
     own, needed = recipe.model.vocab_size, corpus.tokenizer.vocab_size
     if own is not None and own < needed:
         place = recipe.config.origin(("model", "vocab_size"))
@@ -125,7 +131,11 @@ def device_of(recipe: Recipe, world: World) -> torch.device:
     if not torch.cuda.is_available():
         raise UserError(f"{place}: launch.accelerator=cuda, but torch sees no CUDA device here")
     if world.local_size > torch.cuda.device_count():
-        raise UserError(f"{place}: {world.local_size} ranks on a host with {torch.cuda.device_count()} GPUs; a rank needs one of its own")
+        bound = any(os.environ.get(name) for name in ("SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK"))
+        instead = "; where srun shows each rank its own alone (--gpus-per-task), give --gpus-per-node instead" if bound else ""
+        raise UserError(
+            f"{place}: {world.local_size} ranks on a host with {torch.cuda.device_count()} GPUs; a rank needs one of its own{instead}"
+        )
     return torch.device("cuda", world.local_rank)
 
 

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -66,6 +67,10 @@ def _as_it_is(batch: Any) -> Any:
     return batch
 
 
+_workers: WeakSet[Any] = WeakSet()
+"""Processes of all loaders."""
+
+
 class WaitedLoader(DataLoader[Any]):
     """Counts the seconds in which somebody waited for a batch."""
 
@@ -73,6 +78,7 @@ class WaitedLoader(DataLoader[Any]):
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         batches = super().__iter__()
+        _workers.update(getattr(batches, "_workers", ()))
         while True:
             began = time.perf_counter()
             try:
@@ -120,4 +126,5 @@ def _begin_worker(number: int) -> None:
 def _end_workers() -> None:
     """What is left of them, before multiprocessing would wait for their end in vain."""
     for child in multiprocessing.active_children():
-        child.kill()
+        if child in _workers:
+            child.kill()

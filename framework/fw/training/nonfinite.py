@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from fw.assemble import undivided, values
 from fw.averaging import AveragedWeights
 from fw.errors import RunError
-from fw.kinds.checkpoint import Ranks
+from fw.kinds.checkpoint import Ranks, Reader
 from fw.kinds.sharding import StepResult
 from fw.recipe import Recipe
 from fw.training import resume
@@ -40,10 +40,15 @@ class Nonfinite:
 
     Args:
         say: prints a line, on the first rank.
+        start: the checkpoint the run has begun from, if any.
+        older: identities of checkpoints that were there before it, of which others than ``start`` are another future's.
     """
 
-    def __init__(self, recipe: Recipe, saver: Saver, ranks: Ranks, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, recipe: Recipe, saver: Saver, ranks: Ranks, say: Callable[[str], None], start: Reader | None, older: Set[str]
+    ) -> None:
         self._recipe, self._saver, self._ranks, self._say = recipe, saver, ranks, say
+        self._start, self._older = start, older
         self._in_a_row = 0
 
     def was_finite(self) -> None:
@@ -105,7 +110,7 @@ class Nonfinite:
     def _roll_back(self, module: TrainingModule, what: str) -> str:
         """Weights and optimizer state of the newest checkpoint; the data goes on, or it would end here again."""
         self._saver.settle()
-        reader = resume.newest(self._recipe, self._ranks, self._say)
+        reader = resume.newest(self._recipe, self._ranks, self._say, self._older) or self._start
         if reader is None:
             raise RunError(f"{what}. There is no checkpoint yet to roll back to (train.save_every={self._recipe.train.save_every})")
         recipe, stepper = self._recipe, module.assembly.stepper

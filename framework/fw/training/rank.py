@@ -7,9 +7,10 @@ import logging
 import os
 import signal
 import sys
+import threading
 import warnings
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytorch_lightning as pl
@@ -46,7 +47,7 @@ from fw.training.nonfinite import Nonfinite
 from fw.training.progress import Progress
 from fw.training.release import Release
 from fw.training.rng import seed_all
-from fw.training.same_run import begun_by_this_torchrun, check_same_kernels, check_same_run, held, note_starter
+from fw.training.same_run import begun_by_this_torchrun, check_same_data, check_same_kernels, check_same_run, held_by, note_starter
 from fw.training.saving import Saver
 from fw.training.stop import StopRequest
 from fw.training.strategy import MeshStrategy
@@ -89,12 +90,13 @@ def _train_rank(recipe: Recipe, world: World, files: Mapping[str, str]) -> Endin
     try:
         strategy.join()
         check_same_run(recipe, strategy.ranks)
+        check_same_data(corpus, strategy.ranks)
         if device.type == "cpu":
             check_same_kernels(strategy.ranks)
         holds = world.is_first and not outcome.launched_by_fw()  # else the launching process does
         in_fp32 = device.type == "cpu" and torch.float32 in recipe.step_spec(device).computes_in
         with (
-            held(recipe.run_dir) if holds else nullcontext(),
+            held_by(recipe) if holds else nullcontext(),
             deterministic(recipe.train.deterministic, device),
             in_place_of_torch() if in_fp32 else nullcontext(),
         ):
@@ -126,12 +128,14 @@ def _train_joined(
             say(f"{checkpoint.place} is at step {checkpoint.state()['step']}, train.max_steps is {recipe.train.max_steps}: nothing to do")
         return EXIT_OK, {}
     start_step = checkpoint.state()["step"] if checkpoint is not None else 0
+    older = strategy.gather(resume.identities(recipe) if world.is_first else None)[0]
     if world.is_first:
         if not outcome.launched_by_fw():
             again = outcome.restarted_by_another() and begun_by_this_torchrun(recipe.run_dir)
             run_dir.make(recipe.run_dir, run_dir.continues(recipe, checkpoint) or again, files)
             run_dir.make_room(recipe, checkpoint)
-            note_starter(recipe.run_dir)
+            if not again:
+                note_starter(recipe.run_dir, older)
         run_dir.describe(recipe, recipe.run_dir)
         environment.note(recipe.run_dir, recipe, corpus.fingerprint)
         (recipe.run_dir / out_of_memory.FILE).unlink(missing_ok=True)
@@ -147,7 +151,7 @@ def _train_joined(
     module = TrainingModule(recipe, corpus, batches.rows, vocab_size, checkpoint, stop)
     module.earlier = earlier
     module.before_update = saver.before_update
-    module.nonfinite = Nonfinite(recipe, saver, strategy.ranks, progress.say)
+    module.nonfinite = Nonfinite(recipe, saver, strategy.ranks, progress.say, checkpoint, older)
     if not outcome.launched_by_fw() and world.local_rank == 0:  # else the launching process has prepared this host
         module.prepare = lambda: recipe.sharding.prepare(recipe.step_spec(device), say)
     fastest = max(peak_flops(device, dtype) for dtype in recipe.step_spec(device).computes_in)
@@ -186,7 +190,8 @@ def _train_joined(
     try:
         train_batches = loader(batches.train, batches.train_plans(module.samples_seen, replica), recipe.loader, device)
         module.waited_seconds = lambda: train_batches.waited_seconds
-        trainer.fit(module, train_batches, loader(batches.val, batches.val_plans(replica), recipe.loader, device))
+        with _interrupted():
+            trainer.fit(module, train_batches, loader(batches.val, batches.val_plans(replica), recipe.loader, device))
         code, summary = stop.exit_code, {}
         if not stop.decided:
             summary = finish.finish(recipe, module, between, device)
@@ -225,6 +230,20 @@ def _train_joined(
             logger.close()
         watch.rest()
     return _leave_outcome(code), summary
+
+
+@contextmanager
+def _interrupted() -> Iterator[None]:
+    """Ctrl-C that nobody handles is a KeyboardInterrupt, of which Lightning makes an end of the process that hears no other."""
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        yield
+    except SystemExit as error:
+        if not isinstance(error.__context__, KeyboardInterrupt):
+            raise
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, before)
+        raise error.__context__ from None
 
 
 def _share_processors(recipe: Recipe, world: World) -> None:

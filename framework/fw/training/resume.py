@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Set
+from contextlib import suppress
 from typing import Any
 
 from fw.bars import Bar
@@ -13,7 +14,7 @@ from fw.kinds.data import Corpus
 from fw.launching.outcome import RESUME_FROM, launched_by_fw, restarted_by_another
 from fw.place import Place, place
 from fw.recipe import Recipe
-from fw.training.same_run import begun_by_this_torchrun
+from fw.training.same_run import older_checkpoints
 
 AUTO = "auto"
 
@@ -34,11 +35,13 @@ def find(recipe: Recipe, corpus: Corpus, ranks: Ranks, say: Callable[[str], None
         chosen = os.environ[RESUME_FROM]  # the launching process has verified it
         reader = recipe.checkpoint.open(place(chosen)) if chosen else None
     else:
+        older = None
         if restarted_by_another():
-            own = ranks.rank == 0 and begun_by_this_torchrun(recipe.run_dir) and bool(recipe.checkpoint.found(recipe.checkpoints))
-            resume = AUTO if ranks.gather(own)[0] else resume
+            older = ranks.gather(older_checkpoints(recipe.run_dir) if ranks.rank == 0 else None)[0]
         try:
-            reader = newest(recipe, ranks, say) if resume == AUTO else _given(recipe, resume, ranks) if resume else None
+            reader = None if older is None else newest(recipe, ranks, say, older)
+            if reader is None and resume:
+                reader = newest(recipe, ranks, say) if resume == AUTO else _given(recipe, resume, ranks)
         except UserError as error:
             raise UserError(f"{where}: {error}") from None
     if reader is not None:
@@ -47,6 +50,16 @@ def find(recipe: Recipe, corpus: Corpus, ranks: Ranks, say: Callable[[str], None
         except UserError as error:
             raise UserError(f"{where}: {error}") from None
     return reader
+
+
+def identities(recipe: Recipe) -> frozenset[str]:
+    """Of the checkpoints that are there: what a run that begins knows to be another one's, or of another future of its own."""
+    plugin, directory = recipe.checkpoint, recipe.checkpoints
+    found = set()
+    for name in plugin.found(directory):
+        with suppress(UserError):
+            found.add(plugin.open(directory / name).identity)
+    return frozenset(found)
 
 
 def newest(recipe: Recipe, ranks: Ranks, say: Callable[[str], None], apart_from: Set[str] = frozenset()) -> Reader | None:
@@ -145,6 +158,12 @@ def _check_continues(recipe: Recipe, corpus: Corpus, reader: Reader) -> None:
         raise UserError(f"{reader.place} holds no state of a run ({', '.join(missing)}); begin from it with model.weights")
     if state["data"] != corpus.fingerprint:
         raise UserError(f"{reader.place} was trained on other data than the config gives (tokens differ); use the same data section")
+    samples = [len(corpus.train), len(corpus.val)]
+    if (then := state.get("samples", samples)) != samples:
+        raise UserError(
+            f"{reader.place} was trained on {then[0]:,} samples with {then[1]:,} held out, the config gives {samples[0]:,} and"
+            f" {samples[1]:,}: the order of the data would change; hold out what was held out then"
+        )
     for setting, (now, why) in must_agree(recipe).items():
         before = state["must_agree"].get(setting, _BEFORE_THEY_WERE_KEPT.get(setting))
         if before != now:

@@ -10,13 +10,14 @@ import json
 import os
 import re
 import socket
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from fw.errors import RunError, UserError
 from fw.kernels.of_cpu import missing, wanted
 from fw.kernels.switches import KERNELS, TRAINING_KERNELS, turned_off
 from fw.kinds.checkpoint import Ranks
+from fw.kinds.data import Corpus
 from fw.recipe import Recipe
 
 _STARTER = ".started-by"
@@ -43,6 +44,21 @@ def check_same_run(recipe: Recipe, ranks: Ranks) -> None:
             )
 
 
+def check_same_data(corpus: Corpus, ranks: Ranks) -> None:
+    """See that every rank draws from the same samples: files and caches are each host's own.
+
+    Raises:
+        RunError: a host has others.
+    """
+    told = ranks.gather((socket.gethostname(), corpus.fingerprint, len(corpus.train), len(corpus.val)))
+    for rank, (host, *data) in enumerate(told):
+        if data != list(told[0][1:]):
+            raise RunError(
+                f"rank {rank} on {host} has other data than rank 0 on {told[0][0]}: {data[1]:,} samples and {data[2]:,} held out, of rank"
+                f" 0's {told[0][2]:,} and {told[0][3]:,}; give all hosts the same files, or one data.cache_dir"
+            )
+
+
 def check_same_kernels(ranks: Ranks) -> None:
     """See that updates are the same to the last bit on every rank: replicas that differ in them would drift apart for ever.
 
@@ -62,15 +78,21 @@ def check_same_kernels(ranks: Ranks) -> None:
 
 def begun_by_this_torchrun(run_dir: Path) -> bool:
     """Whether the run in this directory is the one whose ranks torchrun is starting again, and not one that was there before."""
+    return older_checkpoints(run_dir) is not None
+
+
+def older_checkpoints(run_dir: Path) -> frozenset[str] | None:
+    """Identities of the checkpoints that were there when this torchrun began the run; None where it has not begun it."""
     try:
-        return (run_dir / _STARTER).read_text() == _starter()
-    except OSError:
-        return False
+        starter, *older = (run_dir / _STARTER).read_text().splitlines()
+    except (OSError, ValueError):
+        return None
+    return frozenset(older) if starter == _starter() else None
 
 
-def note_starter(run_dir: Path) -> None:
-    """Leave in the directory who has started the run, for its next attempt."""
-    (run_dir / _STARTER).write_text(_starter())
+def note_starter(run_dir: Path, older: Collection[str] = ()) -> None:
+    """Leave in the directory who has started the run, for its next attempt, and which checkpoints were there before it."""
+    (run_dir / _STARTER).write_text("\n".join((_starter(), *sorted(older))))
 
 
 def _starter() -> str:
@@ -99,8 +121,25 @@ def _is_alive(pid: int) -> bool:
 
 
 @contextlib.contextmanager
-def held(run_dir: Path) -> Iterator[None]:
+def held_by(recipe: Recipe) -> Iterator[None]:
+    """Hold what a run writes, its directory and where its checkpoints go, as :func:`held` does. What is behind a URL nobody holds.
+
+    Raises:
+        UserError: another run holds one of them.
+    """
+    with contextlib.ExitStack() as both:
+        both.enter_context(held(recipe.run_dir))
+        if recipe.checkpoint.config.to and recipe.checkpoints.local is not None:
+            both.enter_context(held(recipe.checkpoints.local, "checkpoint.to"))
+        yield
+
+
+@contextlib.contextmanager
+def held(run_dir: Path, option: str = "train.run_dir") -> Iterator[None]:
     """Hold a run directory against other runs for as long as this process lives, by a lock on a file beside it.
+
+    Args:
+        option: which names it.
 
     Raises:
         UserError: another run holds it.
@@ -110,7 +149,7 @@ def held(run_dir: Path) -> Iterator[None]:
         lock.parent.mkdir(parents=True, exist_ok=True)
         file = lock.open("a+")
     except OSError as error:
-        raise UserError(f"train.run_dir: {run_dir} cannot be used: {error.strerror}; give another train.run_dir") from None
+        raise UserError(f"{option}: {run_dir} cannot be used: {error.strerror}; give another {option}") from None
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -122,8 +161,8 @@ def held(run_dir: Path) -> Iterator[None]:
                 return
             file.seek(0)
             raise UserError(
-                f"train.run_dir: another run is writing {run_dir} ({file.read().strip() or 'unknown process'});"
-                " wait for its end, or give another train.run_dir"
+                f"{option}: another run is writing {run_dir} ({file.read().strip() or 'unknown process'});"
+                f" wait for its end, or give another {option}"
             ) from None
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}\n")

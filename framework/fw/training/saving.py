@@ -99,16 +99,17 @@ class Saver:
         """Whether there is nothing being written any more, waiting for it if that is the policy."""
         pending = self._pending
         (busy,) = module.strategy.max_on_host([float(pending is not None and pending.is_running())])
-        if busy and pending is not None:
+        if busy:  # perhaps on another rank alone, which removes older ones yet
             if self._options.when_busy == "skip" and not last:
-                self._say(f"step {step}: not saved, step {pending.step} is still being written (checkpoint.when_busy=skip)")
+                self._say(f"step {step}: not saved, step {self._last_step} is still being written (checkpoint.when_busy=skip)")
                 return False
             begun = time.monotonic()
             self._watch.rest()
-            pending.wait()
+            if pending is not None:
+                pending.wait()
             self._watch.beat()
             if not last:
-                self._say(f"step {step}: waited {time.monotonic() - begun:.1f} s for the checkpoint of step {pending.step}")
+                self._say(f"step {step}: waited {time.monotonic() - begun:.1f} s for the checkpoint of step {self._last_step}")
         self.report()
         return True
 

@@ -80,6 +80,7 @@ def snapshot(recipe: Recipe, module: TrainingModule, metrics: Mapping[str, float
             "tokens": module.tokens_seen,
             "scalars": module.assembly.stepper.scalars(),
             "data": module.corpus.fingerprint,
+            "samples": [len(module.corpus.train), len(module.corpus.val)],
             "loader": {"samples_seen": module.samples_seen},
             "schedule": {"name": recipe.names["schedule"][0], "factor": recipe.schedule.factor(module.global_step, recipe.train.max_steps)},
             "must_agree": {setting: value for setting, (value, _) in must_agree(recipe).items()},

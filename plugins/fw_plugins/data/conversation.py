@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -56,6 +57,24 @@ def messages_of(value: Any) -> list[dict[str, Any]]:
             raise UserError(f"message {number} has no role")
         found.append(dict(message))
     return found
+
+
+def tools_of(value: Any) -> list[Mapping[str, Any]] | None:
+    """The tools of a conversation, which many data sets keep as JSON in a text; None where there are none.
+
+    Raises:
+        UserError: they are no list of schemas.
+    """
+    if isinstance(value, str):
+        try:
+            value = json.loads(value or "null")
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"its tools are a text that is no JSON ({error})") from None
+    if not value:
+        return None
+    if isinstance(value, str) or not isinstance(value, Sequence) or not all(isinstance(tool, Mapping) for tool in value):
+        raise UserError("its tools are no list of JSON schemas")
+    return list(value)
 
 
 def conversation(

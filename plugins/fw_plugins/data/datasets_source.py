@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fw.api import UserError
-from fw_plugins.data.records import Bad, Record
+from fw_plugins.data.records import Bad, Record, without_empty
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
@@ -88,7 +88,7 @@ class DatasetRecords:
         """
         place = f"{self._dataset} [{self._split}]"
         for number, value in enumerate(self._opened(), start=1):
-            yield Record(f"{place} row {number}", value)
+            yield Record(f"{place} row {number}", without_empty(value))
 
     def _opened(self) -> Any:
         import datasets

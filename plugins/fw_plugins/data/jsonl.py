@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from fw.api import Bar, Corpus, DataPlugin, Say, Tokenizer, UserError, load_tokenizer
+from fw.api import CUT_OFF, Bar, Corpus, DataPlugin, Say, Tokenizer, UserError, load_tokenizer
 from fw_plugins.data import conversation, sources
 from fw_plugins.data.cache import META, Hopeless, cached
 from fw_plugins.data.conversation import Encoded, Learnt
@@ -25,7 +25,7 @@ from fw_plugins.data.encoding import Journal, Outcome, code_of, outcomes
 from fw_plugins.data.masked import MaskedRecords, MaskedWriter, PairedRecords, sizes_in
 from fw_plugins.data.records import TOO_DEEP, FileRecords, Source
 
-_FORMAT = 2
+_FORMAT = 3
 _SPLITS = ("train", "val")
 _JOURNAL = ".journal"
 _OF_A_DATASET = {"subset": "", "split": "train", "val_split": "", "revision": "", "streaming": False}
@@ -160,6 +160,11 @@ class _Records(DataPlugin):
         directory, tokenizer = self._directory, self._tokenizer
         meta = json.loads((directory / META).read_text())
         train, val = (self._samples(directory, split, meta["dtype"], sequence_length) for split in _SPLITS)
+        for samples, what in ((train, "to train on"), (val, "held out")):
+            if not samples.targets:
+                raise UserError(
+                    f"train.sequence_length: {sequence_length} cuts off all that is learnt of every record {what}; prompts fill it"
+                )
         return Corpus(
             train=train,
             val=val,
@@ -172,7 +177,8 @@ class _Records(DataPlugin):
             train_text=lambda: list(_texts(train, tokenizer)),
             val_text=lambda: list(_texts(val, tokenizer)),
             lengths=lambda: np.sum([sizes_in(directory, f"train{part}") for part in self.parts], 0),
-            facts={key: meta[key] for key in ("documents", "duplicates", "bad") if key in meta},
+            facts={key: meta[key] for key in ("documents", "duplicates", "bad") if key in meta}
+            | ({CUT_OFF: train.without_targets} if train.without_targets else {}),
         )
 
     def _sources(self) -> tuple[Source, Source | None]:
@@ -301,7 +307,7 @@ class ChatData(_Records):
             messages = [*_turn(record["prompt"], "user"), *_turn(record["completion"], "assistant")]
         else:
             raise UserError(f"it has neither {c.messages} nor prompt and completion, but {', '.join(record) or 'nothing'}")
-        return (conversation.conversation(tokenizer, messages, record.get(c.tools) or None, c.chat_template, c.learn),)
+        return (conversation.conversation(tokenizer, messages, conversation.tools_of(record.get(c.tools)), c.chat_template, c.learn),)
 
 
 class PreferenceData(_Records):
@@ -322,7 +328,7 @@ class PreferenceData(_Records):
         before = [] if record.get(c.prompt) is None else _turn(record[c.prompt], "user")
         if not before and isinstance(record[c.chosen], str):
             raise UserError(f"it has no {c.prompt}, and {c.chosen} is no list of messages")
-        tools = record.get("tools") or None
+        tools = conversation.tools_of(record.get("tools"))
         return tuple(
             conversation.conversation(tokenizer, [*before, *_turn(record[name], "assistant")], tools, c.chat_template, "last")
             for name in (c.chosen, c.rejected)

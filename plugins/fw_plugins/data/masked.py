@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -13,6 +14,8 @@ from numpy.typing import NDArray
 from fw.api import IGNORED, Sample
 
 IDS, LEARNT, SIZES = "ids", "learnt", "sizes"
+_AT_ONCE = 1 << 16
+"""Records whose targets are counted together."""
 
 
 class MaskedWriter:
@@ -75,10 +78,31 @@ class MaskedRecords:
             labels = self[index]["labels"]
             yield labels[labels != IGNORED].tolist()
 
+    def targets_of(self, lengths_N: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Tokens ``[N]`` that are learnt among so many positions of each sample."""
+        counts_N = np.zeros(len(lengths_N), np.int64)
+        for first in range(0, len(lengths_N), _AT_ONCE):
+            these = slice(first, first + _AT_ONCE)
+            begins, lengths = self._starts[these] + 1, lengths_N[these]
+            # One more, since a stretch may end where the file does.
+            learnt = np.append(self._learnt[begins[0] : begins[-1] + lengths[-1]], np.uint8(0))
+            stretches = np.stack([begins, begins + lengths], 1).ravel() - begins[0]
+            counts_N[these] = np.add.reduceat(learnt, stretches, dtype=np.int64)[::2] * (lengths > 0)  # of none it gives the next token
+        return counts_N
+
+    @cached_property
+    def _targets(self) -> NDArray[np.int64]:
+        return self.targets_of(self._lengths)
+
     @property
     def targets(self) -> int:
         """Tokens that are learnt."""
-        return sum(map(len, self.learnt()))
+        return int(self._targets.sum())
+
+    @property
+    def without_targets(self) -> int:
+        """Samples of which nothing is learnt: what was to be is behind the cut."""
+        return int((self._targets == 0).sum())
 
 
 class PairedRecords:
@@ -112,10 +136,20 @@ class PairedRecords:
         """Of each sample what is learnt of the first."""
         return self._pair[0].learnt()
 
+    @cached_property
+    def _targets(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        first, second = self._pair
+        return first.targets_of(self._first), second.targets_of(self._second)
+
     @property
     def targets(self) -> int:
         """Tokens that are learnt, of both."""
-        return sum(records.targets for records in self._pair)
+        return int(sum(counts_N.sum() for counts_N in self._targets))
+
+    @property
+    def without_targets(self) -> int:
+        """Pairs of which nothing of the first is learnt, so that they are none."""
+        return int((self._targets[0] == 0).sum())
 
 
 def sizes_in(directory: Path, split: str) -> NDArray[np.int64]:

@@ -112,6 +112,13 @@ def _lines(file: Path, bad: Bad) -> Iterator[Record]:
                     bad(place, f"it is a {type(value).__name__}, not an object")
 
 
+def without_empty(value: Any) -> Any:
+    """A row of a table without what nested objects do not have: there every object has the fields of all."""
+    if isinstance(value, Mapping):
+        return {key: without_empty(inner) for key, inner in value.items() if inner is not None}
+    return [without_empty(inner) for inner in value] if isinstance(value, list) else value
+
+
 def _rows(file: Path) -> Iterator[Record]:
     if importlib.util.find_spec("pyarrow") is None:
         raise UserError(f"data.files: {file} is Parquet, which needs pyarrow: pip install fw[parquet]")
@@ -123,6 +130,6 @@ def _rows(file: Path) -> Iterator[Record]:
         for batch in ParquetFile(file).iter_batches(_ROWS):
             for value in batch.to_pylist():
                 number += 1
-                yield Record(f"{file}: row {number}", value)
+                yield Record(f"{file}: row {number}", without_empty(value))
     except ArrowException as error:
         raise UserError(f"data.files: {file} cannot be read as Parquet: {error}") from None

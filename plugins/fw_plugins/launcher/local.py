@@ -9,7 +9,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -140,13 +140,14 @@ def _forward_signals() -> Iterator[list[int]]:
     """Pass stop signals on to the children of this process, once each; the ranks save and end by themselves. Signals are the main thread's:
     in another nobody hears of them."""
     asked: list[int] = []
+    there_before = _children()
     if threading.current_thread() is not threading.main_thread():
         yield asked
         return
 
     def forward(number: int, frame: FrameType | None) -> None:
         asked.append(number)
-        children = _children()
+        children = _children() - there_before  # who calls this from Python may have others
         if not children:
             raise _StoppedBeforeRanks
         for child in children:
@@ -163,9 +164,10 @@ def _forward_signals() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def _children() -> list[int]:
+def _children() -> set[int]:
     """Process ids of the direct children (Linux)."""
-    found: list[int] = []
+    found: set[int] = set()
     for task in Path("/proc/self/task").glob("*/children"):
-        found.extend(int(pid) for pid in task.read_text().split())
+        with suppress(OSError):  # a thread that has ended by now
+            found.update(int(pid) for pid in task.read_text().split())
     return found

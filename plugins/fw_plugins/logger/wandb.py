@@ -36,13 +36,23 @@ class WandbMetrics(LoggerPlugin):
         """A run named like the config, files below ``run_dir``."""
         from pytorch_lightning.loggers import WandbLogger
 
-        logger = WandbLogger(name=run_name, save_dir=run_dir, project=self.config.project, offline=self.config.offline)
+        class Told(WandbLogger):
+            """Remembers how the run ended, which its base class does not tell."""
+
+            failed = True
+
+            def finalize(self, status: str) -> None:
+                """By Lightning's word for it."""
+                self.failed = status != "success"
+                super().finalize(status)
+
+        logger = Told(name=run_name, save_dir=run_dir, project=self.config.project, offline=self.config.offline)
         _ = logger.experiment  # now, so that what is wrong is known before the first step
         return logger
 
     def close(self, logger: Any) -> None:
-        """Else the next run of this process would go on with this one."""
-        logger.experiment.finish()
+        """Else the next run of this process would go on with this one, and one that failed would be shown as finished."""
+        logger.experiment.finish(exit_code=int(logger.failed))
 
     def text(self, logger: Any, name: str, text: str, step: int) -> None:
         """A table of one cell."""

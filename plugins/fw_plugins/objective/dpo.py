@@ -72,8 +72,11 @@ class DPO(ObjectivePlugin):
                 raise UserError(f"sharding.{dimension}: ranks would have parts of an answer, whose likelihood dpo wants; use 1")
 
     def count(self, batch: Mapping[str, Tensor]) -> int:
-        """Pairs."""
-        return int(batch["segments"].amax(dim=1).sum()) // 2
+        """Pairs whose chosen answer has something to learn: of a long prompt's, nothing may be left of it."""
+        segments_BL = batch["segments"]
+        chosen_BL = (segments_BL % 2 == 1) & (batch["labels"] != IGNORED)
+        row_BL = torch.arange(len(segments_BL), device=segments_BL.device)[:, None] * (segments_BL.amax() + 1)
+        return len((row_BL + segments_BL)[chosen_BL].unique())
 
     def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         """Summed over pairs, a fp32 scalar."""

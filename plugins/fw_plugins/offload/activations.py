@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fw.api import CausalLM, OffloadPolicy, planned_gpu, repeats
@@ -89,4 +90,5 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    """Of a DTensor the one of its local tensor, which is what operators save."""
+    return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).untyped_storage()._cdata

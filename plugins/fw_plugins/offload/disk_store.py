@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fw.api import FROM_DISK, TO_DISK, FwError, RunError, describe, disk_transfer, format_size, planned_gpu
+from fw.api import FROM_DISK, TO_DISK, FwError, RunError, allow_open_files, describe, disk_transfer, format_size, planned_gpu
 from fw_plugins.offload.prefetch import Fetch, Stored
 
 
@@ -26,6 +26,7 @@ class DiskStore:
         self._directory = directory
         self._reader = Reader()
         directory.mkdir(parents=True, exist_ok=True)
+        allow_open_files()
 
     def __call__(self, tensor: Tensor) -> Stored | None:
         """The values in a file; None in a plan, which writes none.

@@ -48,6 +48,8 @@ class TiersConfig:
             raise UserError(f"offload.activations_prefetch: {self.activations_prefetch} is below 0")
         if self.activations_prefetch != TiersConfig.activations_prefetch and self.activations == "device":
             raise UserError("offload.activations_prefetch: activations stay on the device; leave it out, or set activations to cpu or nvme")
+        if self.activations_above != TiersConfig.activations_above and self.activations == "device":
+            raise UserError("offload.activations_above: activations stay on the device; leave it out, or set activations to cpu or nvme")
         for name in ("budget", "modules"):
             if getattr(self, name) and self.params == "device":
                 raise UserError(f"offload.{name}: parameters stay on the device; leave it out, or set offload.params")

@@ -28,8 +28,8 @@ class WarmupStableDecay(SchedulePlugin):
     config: WSDConfig
 
     def factor(self, step: int, total_steps: int) -> float:
-        """Warm-up, 1, then linear in the step."""
+        """Warm-up, 1, then linear in the step; the last of all steps has ``final``."""
         total = self.config.total_steps or total_steps
         decay_steps = max(1, round(total * self.config.decay_fraction))
-        done = min(1.0, max(0.0, (step - (total - decay_steps)) / decay_steps))
+        done = min(1.0, max(0.0, (step + 1 - (total - decay_steps)) / decay_steps))
         return self.config.warmup(step) * (1 - (1 - self.config.final) * done)

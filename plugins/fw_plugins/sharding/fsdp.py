@@ -100,6 +100,12 @@ class FSDP(ShardingPlugin):
         if not isinstance(reshard, bool) and (reshard < 1 or inner % reshard):
             fitting = ", ".join(str(d) for d in range(1, inner + 1) if inner % d == 0)
             raise UserError(f"fsdp: reshard_after_forward {reshard} does not divide shard × context = {inner}; what does: {fitting}")
+        if not isinstance(reshard, bool) and 1 < reshard < inner and c.tensor > 1:
+            raise UserError(
+                f"fsdp: reshard_after_forward {reshard} keeps parts of what tensor divides, which torch's FSDP2 does not; use true or false"
+            )
+        if c.context_method == "ring" and c.context == 1:
+            raise UserError("sharding.context_method: ring passes keys between ranks of context, which is 1; leave it out, or set context")
         return {name: size for name, size in whole.items() if size > 1 or name not in rest}
 
     def _fitting(self, world_size: int) -> list[str]:

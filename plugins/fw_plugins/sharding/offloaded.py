@@ -26,11 +26,12 @@ from fw.api import (
     RunError,
     StepSpec,
     UserError,
+    allow_open_files,
     disk_transfer,
     on_gpu,
 )
 from fw_plugins.sharding.parts import local_part
-from fw_plugins.sharding.space import allow_open_files, check_space
+from fw_plugins.sharding.space import check_space
 
 _POPULATE_WRITE = 23
 """MADV_POPULATE_WRITE of Linux, which Python's mmap has no name for."""
@@ -41,7 +42,7 @@ _AHEAD = 2
 class OffloadedOptimizer:
     """A torch optimizer per parameter, over this rank's part of it in host memory.
 
-    State shaped like a parameter lives in host memory (page-locked where parameters are on a GPU), or in memory mapped from files under
+    State shaped like a parameter lives in host memory, or in memory mapped from files under
     ``policy.path``, which the kernel writes out: after a parameter's turn its pages are given back, so that host memory holds the state of
     one parameter at a time. Files have no name and vanish with the process. Where parameters are on a GPU the host keeps a copy of them.
     """
@@ -51,7 +52,7 @@ class OffloadedOptimizer:
         if self._path is not None:
             allow_open_files()
         self._each: dict[nn.Parameter, tuple[Tensor, torch.optim.Optimizer]] = {}
-        self._mapped: dict[Tensor, list[mmap.mmap]] = {}
+        self._mapped: dict[Tensor, dict[str, mmap.mmap]] = {}
         for group in groups:
             for parameter in group["params"]:
                 host = _on_host(parameter)
@@ -94,7 +95,7 @@ class OffloadedOptimizer:
 
     def _fetch(self, host: Tensor) -> None:
         """Read a parameter's state in large pieces; the update would page by page, amid its computation."""
-        for memory in self._mapped.get(host, ()):
+        for memory in self._mapped.get(host, {}).values():
             with suppress(OSError), disk_transfer(FROM_DISK, len(memory), self._directory):  # Linux before 5.14 has no way to
                 memory.madvise(_POPULATE_WRITE)
 
@@ -108,13 +109,12 @@ class OffloadedOptimizer:
         if self._path is None:
             return
         if host not in self._mapped:
-            self._mapped[host] = []
+            self._mapped[host] = {}
             state = optimizer.state[host]
             for key, value in state.items():
                 if isinstance(value, Tensor) and value.dim() and value.numel():
-                    state[key], memory = _to_disk(value, self._path)
-                    self._mapped[host].append(memory)
-        for memory in self._mapped[host]:
+                    state[key], self._mapped[host][key] = _to_disk(value, self._path)
+        for memory in self._mapped[host].values():
             with disk_transfer(TO_DISK, len(memory), self._path):
                 memory.flush()
             memory.madvise(mmap.MADV_DONTNEED)
@@ -133,8 +133,11 @@ class OffloadedOptimizer:
         elif self._path is None or not local.numel():
             optimizer.state[host][key] = local.to(host.device)
         else:  # to the disk at once: all of the state may not fit into host memory
+            mapped = self._mapped.setdefault(host, {})
+            optimizer.state[host].pop(key, None)  # what it begins with, or had before a roll-back, gives its file's space back first
+            mapped.pop(key, None)
             optimizer.state[host][key], memory = _to_disk(local, self._path)
-            self._mapped.setdefault(host, []).append(memory)
+            mapped[key] = memory
             memory.flush()
             memory.madvise(mmap.MADV_DONTNEED)
 
@@ -199,7 +202,7 @@ def check(spec: StepSpec, model: CausalLM, parts: int, gathers: bool) -> None:
             f"offload.optimizer: {policy.optimizer} steps each rank's part of a parameter by itself, and this optimizer needs all of it;"
             " use offload.optimizer=device, or an optimizer whose update is by elements or rows (adamw, lion, adamw_8bit)"
         )
-    if policy.path is not None:
+    if policy.path is not None and spec.is_here:
         elements = sum(p.numel() for p in model.parameters() if p.requires_grad)
         state = _state_bytes(spec.optimizer, spec.precision.parameters) if policy.optimizer == "nvme" else 0
         check_space(policy.path, math.ceil(elements / parts * state), spec.ranks_per_host)

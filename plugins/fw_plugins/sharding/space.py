@@ -1,8 +1,7 @@
-"""Room for what is offloaded to a disk: there, and among the files a process may have open."""
+"""Room for what is offloaded to a disk."""
 
 from __future__ import annotations
 
-import resource
 import shutil
 import tempfile
 from pathlib import Path
@@ -27,9 +26,3 @@ def check_space(path: Path, bytes_per_rank: int, ranks: int) -> None:
             f"offload.path: {path} has {format_size(free)} free, and {ranks} rank{'s' * (ranks > 1)} on this host would write"
             f" {format_size(needed)}; give a larger disk, or offload to cpu"
         )
-
-
-def allow_open_files() -> None:
-    """As many as the system lets this process have: what is offloaded takes up to three for a parameter, and 1024 are soon used up."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

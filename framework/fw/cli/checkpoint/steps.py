@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -127,21 +128,25 @@ def _reshard(options: argparse.Namespace) -> int:
 
 def _diff(options: argparse.Namespace) -> int:
     from fw.checkpointing.comparing import compare
-    from fw.pretrained.export import locate
+    from fw.pretrained.export import locate_any
 
-    one, other = locate(options.one), locate(options.other)
+    one, other = locate_any(options.one), locate_any(options.other)
     total = sum(size for name, size in one.files().items() if name.endswith(".safetensors"))
     with _bar("comparing", total) as progress:
         found = compare(one, other, progress)
     if options.json:
-        print(json.dumps({"identical": found.identical, "only": found.only, "changed": found.changed, "state": found.state}, indent=1))
+        changed = {
+            name: {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in what.items()}
+            for name, what in found.changed.items()
+        }
+        print(json.dumps({"identical": found.identical, "only": found.only, "changed": changed, "state": found.state}, indent=1))
         return EXIT_OK if found.is_empty else EXIT_FAILED
     print(f"{found.identical:,} tensors identical, {len(found.changed):,} different")
     for group, sides in found.only.items():
         for side, names in sides.items():
             more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
             print(f"{group}: only in the {side}: {', '.join(names[:_LISTED])}{more}")
-    by_size = sorted(found.changed.items(), key=lambda entry: -entry[1].get("relative", float("inf")))
+    by_size = sorted(found.changed.items(), key=lambda entry: _descending(entry[1].get("relative", math.inf)))
     for name, what in by_size[:_LISTED]:
         print(f"{name}: {_describe(what)}")
     if len(by_size) > _LISTED:
@@ -149,6 +154,11 @@ def _diff(options: argparse.Namespace) -> int:
     for key, (before, after) in found.state.items():
         print(f"state: {key}: {json.dumps(before)} → {json.dumps(after)}")
     return EXIT_OK if found.is_empty else EXIT_FAILED
+
+
+def _descending(relative: float) -> float:
+    """What is no number comes first."""
+    return -math.inf if math.isnan(relative) else -relative
 
 
 def _describe(what: dict[str, Any]) -> str:

@@ -8,7 +8,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from fw.api import StepSpec
+from fw.api import StepSpec, allow_open_files
 from fw_plugins.sharding import space
 
 _OPTIMIZER_BYTES = 16
@@ -44,7 +44,7 @@ class OwnDirectory:
     def __init__(self, parent: Path) -> None:
         parent.mkdir(parents=True, exist_ok=True)
         _remove_abandoned(parent)
-        space.allow_open_files()
+        allow_open_files()
         while True:
             self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
             if (lock := _lock(self.path)) is not None and self.path.exists():  # else another took it for abandoned before it was locked
@@ -60,10 +60,10 @@ class OwnDirectory:
 
 
 def _lock(directory: Path) -> int | None:
-    """None where another process holds it."""
+    """None where another process holds it, or another user made it."""
     try:
         descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    except FileNotFoundError:
+    except OSError:
         return None
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

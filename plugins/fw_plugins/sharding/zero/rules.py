@@ -64,7 +64,7 @@ def check(config: ZeroConfig, spec: StepSpec, model: CausalLM, ranks: int) -> No
         least = math.ceil(max(p.numel() for p in model.parameters()) / ranks)
         if config.param_buffer_size < least:
             raise UserError(f"sharding.param_buffer_size: {config.param_buffer_size} is less than a rank's largest part, {least} elements")
-    if spec.offload.path is not None:
+    if spec.offload.path is not None and spec.is_here:
         disk.check_space(spec, sum(p.numel() for p in model.parameters()), ranks)
 
 
