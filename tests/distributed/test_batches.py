@@ -170,4 +170,4 @@ def test_a_checkpoint_from_before_there_was_packing_is_one_without(trained, monk
         state = {"step": 1, "tokens": 1, "loader": {}, "data": "same", "must_agree": before, "scalars": {}}
         reader = SimpleNamespace(state=lambda state=state: state, place="there")
         with nullcontext() if agrees else pytest.raises(UserError, match=r"was trained with train\.\w+=(0|False), the config says"):
-            resume._check_continues(recipe, SimpleNamespace(fingerprint="same"), reader)
+            resume._check_continues(recipe, SimpleNamespace(fingerprint="same", train=range(1), val=range(1)), reader)

@@ -12,6 +12,7 @@ import re
 import socket
 from collections.abc import Collection, Iterator
 from pathlib import Path
+from typing import TextIO
 
 from fw.errors import RunError, UserError
 from fw.kernels.of_cpu import missing, wanted
@@ -21,6 +22,7 @@ from fw.kinds.data import Corpus
 from fw.recipe import Recipe
 
 _STARTER = ".started-by"
+_LOCK = ".lock"
 _HOSTS_OWN = ("launch", "launcher")
 """Sections in which hosts of one run may differ: interfaces, ports, threads."""
 
@@ -130,16 +132,31 @@ def held_by(recipe: Recipe) -> Iterator[None]:
     with contextlib.ExitStack() as both:
         both.enter_context(held(recipe.run_dir))
         if recipe.checkpoint.config.to and recipe.checkpoints.local is not None:
-            both.enter_context(held(recipe.checkpoints.local, "checkpoint.to"))
+            both.enter_context(_held_inside(recipe.checkpoints.local))
         yield
 
 
 @contextlib.contextmanager
-def held(run_dir: Path, option: str = "train.run_dir") -> Iterator[None]:
-    """Hold a run directory against other runs for as long as this process lives, by a lock on a file beside it.
+def _held_inside(to: Path) -> Iterator[None]:
+    """The same for what ``checkpoint.to`` names, by a file in it: what it lies in may be others'. Removed where nothing came of it."""
+    was_there = to.exists()
+    try:
+        to.mkdir(parents=True, exist_ok=True)
+        file = (to / _LOCK).open("a+")
+    except OSError as error:
+        raise UserError(f"checkpoint.to: {to} cannot be written: {error.strerror}; give another place") from None
+    try:
+        with _locked(file, to / _LOCK, to, "checkpoint.to"):
+            yield
+    finally:
+        if not was_there:
+            with contextlib.suppress(OSError):
+                to.rmdir()
 
-    Args:
-        option: which names it.
+
+@contextlib.contextmanager
+def held(run_dir: Path) -> Iterator[None]:
+    """Hold a run directory against other runs for as long as this process lives, by a lock on a file beside it.
 
     Raises:
         UserError: another run holds it.
@@ -149,7 +166,13 @@ def held(run_dir: Path, option: str = "train.run_dir") -> Iterator[None]:
         lock.parent.mkdir(parents=True, exist_ok=True)
         file = lock.open("a+")
     except OSError as error:
-        raise UserError(f"{option}: {run_dir} cannot be used: {error.strerror}; give another {option}") from None
+        raise UserError(f"train.run_dir: {run_dir} cannot be used: {error.strerror}; give another train.run_dir") from None
+    with _locked(file, lock, run_dir, "train.run_dir"):
+        yield
+
+
+@contextlib.contextmanager
+def _locked(file: TextIO, lock: Path, directory: Path, option: str) -> Iterator[None]:
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -161,7 +184,7 @@ def held(run_dir: Path, option: str = "train.run_dir") -> Iterator[None]:
                 return
             file.seek(0)
             raise UserError(
-                f"{option}: another run is writing {run_dir} ({file.read().strip() or 'unknown process'});"
+                f"{option}: another run is writing {directory} ({file.read().strip() or 'unknown process'});"
                 f" wait for its end, or give another {option}"
             ) from None
         file.truncate(0)
