@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -49,3 +50,12 @@ def test_without_a_limit_it_is_the_machine_s(tmp_path, monkeypatch):
 def test_nothing_is_left_where_more_is_used_than_there_may_be(tmp_path, monkeypatch):
     monkeypatch.setattr(memory, "_GROUPS", (group(tmp_path, V2, "1000", 1200, None),))
     assert available_bytes(HERE) == 0
+
+
+def test_a_containers_memory_is_its_limit(tmp_path, monkeypatch):
+    monkeypatch.setattr(memory, "_GROUPS", ())
+    whole = memory.host_memory()
+    assert whole == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for limit, most in (("1000", 1000), (str(whole + 1), whole), ("max", whole)):
+        monkeypatch.setattr(memory, "_GROUPS", (group(tmp_path, V2, limit, 900, None),))
+        assert memory.host_memory() == most

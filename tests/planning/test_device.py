@@ -74,6 +74,8 @@ def test_a_file_describes_a_device(workspace: Path) -> None:
 
 def test_the_devices_memory_is_the_budget_unless_one_is_set(workspace: Path) -> None:
     assert fw("plan", "tiny.yaml", "--device", "h200", "--strict", "memory.budget=1MiB", *SYNTHETIC).code == 3
+    more = json.loads(fw("plan", "tiny.yaml", "--device", "rtx4090", "memory.budget=24GiB", "--json", *SYNTHETIC).ok().out)
+    assert more["budget_bytes"] == find("rtx4090").memory_bytes < 24 << 30, "no card has all that its name says"
     assert fw("plan", "tiny.yaml", "--device", "rtx2080ti", "--strict", *SYNTHETIC).code == 0
     large = plan("tiny.yaml", *SYNTHETIC, "model.hidden_size=4096", "model.num_hidden_layers=24", device="rtx2080ti")
     assert large.fits is False

@@ -144,7 +144,7 @@ if TYPE_CHECKING:
         Requires as Requires,
         register as register,
     )
-    from fw.tokenizer import Tokenizer as Tokenizer, load_tokenizer as load_tokenizer
+    from fw.tokenizer import Tokenizer as Tokenizer, load_tokenizer as load_tokenizer, on_day as on_day
 
 _NAMES = {
     "fw.checkpointing.placement": "local_part",
@@ -186,7 +186,7 @@ _NAMES = {
     "fw.pretrained": "plugin_for read_config",
     "fw.pretrained.directory": "read_adapter_config",
     "fw.registry": "Apis Conflicts NoOptions Plugin Requires register",
-    "fw.tokenizer": "Tokenizer load_tokenizer",
+    "fw.tokenizer": "Tokenizer load_tokenizer on_day",
 }
 _FROM = {name: module for module, names in _NAMES.items() for name in names.split()}
 __all__ = sorted(_FROM)

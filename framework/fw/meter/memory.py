@@ -165,6 +165,12 @@ def available_bytes(device: torch.device) -> int:
     return max(0, min(bounds)) if bounds else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
 
+def host_memory() -> int:
+    """Bytes that this machine has, or that the container this process is in may take of them."""
+    limits = [most for group in _GROUPS if (most := group.most()) is not None]
+    return min([os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), *limits])
+
+
 @dataclass(frozen=True)
 class ControlGroup:
     """Of processes whose memory has a limit: what a container is.
@@ -179,11 +185,18 @@ class ControlGroup:
     used: str
     kept: tuple[str, ...]
 
+    def most(self) -> int | None:
+        """Bytes of its limit; None where there is none."""
+        try:
+            return int((self.place / self.limit).read_text())
+        except (OSError, ValueError):  # no such file, or "max"
+            return None
+
     def left(self) -> int | None:
         """Bytes until its limit; None where there is none."""
         try:
             left = int((self.place / self.limit).read_text()) - int((self.place / self.used).read_text())
-        except (OSError, ValueError):  # no such file, or "max"
+        except (OSError, ValueError):
             return None
         with suppress(OSError, ValueError):
             stat = dict(line.split() for line in (self.place / "memory.stat").read_text().splitlines())

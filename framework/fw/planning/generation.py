@@ -37,14 +37,14 @@ from fw.kinds.quantization import QuantizationPlugin
 from fw.meter.account import Block, Recorder
 from fw.meter.devices import Device, of_product, on_device
 from fw.meter.document import Generation, MemoryDocument, PhaseMemory, RankMemory
-from fw.meter.memory import held_bytes
+from fw.meter.memory import held_bytes, host_memory
 from fw.meter.step_memory import BUFFERS, COMPONENT_OF, KV, OTHER, RULES, WEIGHTS
 from fw.planned import is_gpu, planning_for
 from fw.planning.around_steps import filling, highest, read_bytes
 from fw.planning.caching_allocator import LARGE_SEGMENT
 from fw.planning.ledger import Ledger
 from fw.planning.on_gpu import allocator_peaks, with_allocator
-from fw.planning.plan import CPU, host_memory
+from fw.planning.plan import CPU
 from fw.planning.worst_step import WorstStep, longest
 from fw.pretrained.division import Division
 from fw.pretrained.load import structure

@@ -14,9 +14,9 @@ from fw.errors import UserError
 from fw.inference.prepare import SHARE, device_of
 from fw.kinds.offload import OffloadPolicy
 from fw.meter.devices import Device
-from fw.meter.memory import available_bytes
+from fw.meter.memory import available_bytes, host_memory
 from fw.planning.generation import gpu_here, plan_generation
-from fw.planning.plan import CPU, host_memory
+from fw.planning.plan import CPU
 from fw.recipe.inference import InferenceRecipe
 
 _TRIES = 3

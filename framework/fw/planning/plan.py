@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -19,7 +18,7 @@ from fw.kinds.data import Say
 from fw.meter.detail import Detail
 from fw.meter.devices import Device, find, of_product, on_device
 from fw.meter.document import MemoryDocument, RankMemory
-from fw.meter.memory import held_bytes
+from fw.meter.memory import held_bytes, host_memory
 from fw.meter.speeds import Speeds
 from fw.planned import planning_for
 from fw.planning.alike import ranks_alike
@@ -88,8 +87,9 @@ def _plan(recipe: Recipe, gpu: Device | None, speeds: Speeds | None, tell: Say) 
         found = RankMemory.of_steps(rank, trace.steps, imported)
         ranks[rank] = replace(found, host_peak=imported + found.allocated_peak)
     per_rank = [with_phases(replace(ranks[like], rank=rank), traces[like]) for rank, like in enumerate(alike)]
-    budget = recipe.memory.budget_bytes
-    budget = budget or (host_memory() // recipe.ranks_per_host if gpu is None else gpu.memory_bytes)
+    most = host_memory() // recipe.ranks_per_host if gpu is None else gpu.memory_bytes
+    budget = recipe.memory.budget_bytes or most
+    budget = budget if gpu is None else min(budget, most)  # a device's bytes are fewer than its name says
     bound = gpu or speeds
     seconds = None if bound is None else max(slowest_step(trace, bound, recipe.ranks_per_host) for trace in traces.values())
     document = MemoryDocument(recipe.config.name, CPU if gpu is None else gpu.name, recipe.world_size, budget, per_rank, seconds)
@@ -129,7 +129,7 @@ def largest_step(batches: Batches) -> list[dict[str, Tensor]]:
     plans = iter(batches.train_plans(0, 0))
     chosen = next(plans)
     if batches.rows.vary:
-        steps = max(1, len(batches.train.samples) // batches.recipe.train.global_batch_size)
+        steps = max(1, -(-len(batches.train.samples) // batches.recipe.train.global_batch_size))  # the last of an epoch ends in the next
         chosen = max(
             [chosen, *(plan for _, plan in zip(range(1, steps), plans, strict=False))],
             key=lambda plan: max(_tokens(batches, indices) for indices in plan.micro_batches),
@@ -140,8 +140,3 @@ def largest_step(batches: Batches) -> list[dict[str, Tensor]]:
 
 def _tokens(batches: Batches, indices: Sequence[int]) -> int:
     return len(indices) * max((int(batches.train.padded(slice(i, i + 1))[0]) for i in indices), default=0)
-
-
-def host_memory() -> int:
-    """Bytes that this machine has."""
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

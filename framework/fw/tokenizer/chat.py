@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import date, datetime, time
 from functools import lru_cache
 from typing import Any, NoReturn
 
@@ -233,6 +233,17 @@ class _Rendering:
 
 # Compiled templates are shared by threads; what belongs to one rendering is not kept in them.
 _rendered: ContextVar[_Rendering] = ContextVar("rendering")
+
+
+@contextmanager
+def on_day(day: date | None) -> Iterator[None]:
+    """Within it templates write this day where they write today's; None for one moment in place of several."""
+    now = datetime.now() if day is None else datetime.combine(day, time())
+    token = _rendered.set(_Rendering(now, False))
+    try:
+        yield
+    finally:
+        _rendered.reset(token)
 
 
 @contextmanager

@@ -157,17 +157,20 @@ def _check_continues(recipe: Recipe, corpus: Corpus, reader: Reader) -> None:
     if missing := [key for key in ("step", "tokens", "loader", "data", "must_agree", "scalars") if key not in state]:
         raise UserError(f"{reader.place} holds no state of a run ({', '.join(missing)}); begin from it with model.weights")
     if state["data"] != corpus.fingerprint:
-        raise UserError(f"{reader.place} was trained on other data than the config gives (tokens differ); use the same data section")
+        raise UserError(
+            f"{reader.place} was trained on other data than the config gives (tokens differ); use the same data section"
+            " (where a chat template writes the day, with data.date: the one it was prepared on)"
+        )
+    for setting, (now, why) in must_agree(recipe).items():
+        before = state["must_agree"].get(setting, _BEFORE_THEY_WERE_KEPT.get(setting))
+        if before != now:
+            raise UserError(f"{reader.place} was trained with {setting}={before}, the config says {now}, which would change {why}")
     samples = [len(corpus.train), len(corpus.val)]
     if (then := state.get("samples", samples)) != samples:
         raise UserError(
             f"{reader.place} was trained on {then[0]:,} samples with {then[1]:,} held out, the config gives {samples[0]:,} and"
             f" {samples[1]:,}: the order of the data would change; hold out what was held out then"
         )
-    for setting, (now, why) in must_agree(recipe).items():
-        before = state["must_agree"].get(setting, _BEFORE_THEY_WERE_KEPT.get(setting))
-        if before != now:
-            raise UserError(f"{reader.place} was trained with {setting}={before}, the config says {now}, which would change {why}")
 
 
 def must_agree(recipe: Recipe) -> dict[str, tuple[Any, str]]:

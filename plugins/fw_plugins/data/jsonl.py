@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from fw.api import CUT_OFF, Bar, Corpus, DataPlugin, Say, Tokenizer, UserError, load_tokenizer
+from fw.api import CUT_OFF, Bar, Corpus, DataPlugin, Say, Tokenizer, UserError, load_tokenizer, on_day
 from fw_plugins.data import conversation, sources
 from fw_plugins.data.cache import META, Hopeless, cached
 from fw_plugins.data.conversation import Encoded, Learnt
@@ -99,8 +99,15 @@ class ChatConfig(RecordsConfig):
     """The field with the tools that a conversation may use, as JSON schemas, where there are any."""
     chat_template: str | None = None
     """The name of one of the tokenizer's templates, or a template; empty for the tokenizer's default."""
+    date: str = ""
+    """The day that a template writes as today's (`strftime_now`), like 2026-07-26; empty for the one on which the data is prepared. A day
+    that is given makes the same ids on any other, so that a run can go on where its cache is gone."""
     learn: Learnt = "assistant"
     """`assistant`: all its messages; `last`: the last of them; `all`: every token."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _day(self.date)
 
 
 @dataclass
@@ -115,6 +122,13 @@ class PreferenceConfig(RecordsConfig):
     """The field with the worse one."""
     chat_template: str | None = None
     """The name of one of the tokenizer's templates, or a template; empty for the tokenizer's default."""
+    date: str = ""
+    """The day that a template writes as today's (`strftime_now`), like 2026-07-26; empty for the one on which the data is prepared. A day
+    that is given makes the same ids on any other, so that a run can go on where its cache is gone."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _day(self.date)
 
 
 class _Records(DataPlugin):
@@ -307,7 +321,8 @@ class ChatData(_Records):
             messages = [*_turn(record["prompt"], "user"), *_turn(record["completion"], "assistant")]
         else:
             raise UserError(f"it has neither {c.messages} nor prompt and completion, but {', '.join(record) or 'nothing'}")
-        return (conversation.conversation(tokenizer, messages, conversation.tools_of(record.get(c.tools)), c.chat_template, c.learn),)
+        with on_day(_day(c.date)):
+            return (conversation.conversation(tokenizer, messages, conversation.tools_of(record.get(c.tools)), c.chat_template, c.learn),)
 
 
 class PreferenceData(_Records):
@@ -329,13 +344,21 @@ class PreferenceData(_Records):
         if not before and isinstance(record[c.chosen], str):
             raise UserError(f"it has no {c.prompt}, and {c.chosen} is no list of messages")
         tools = conversation.tools_of(record.get("tools"))
-        return tuple(
-            conversation.conversation(tokenizer, [*before, *_turn(record[name], "assistant")], tools, c.chat_template, "last")
-            for name in (c.chosen, c.rejected)
-        )
+        with on_day(_day(c.date)):
+            return tuple(
+                conversation.conversation(tokenizer, [*before, *_turn(record[name], "assistant")], tools, c.chat_template, "last")
+                for name in (c.chosen, c.rejected)
+            )
 
     def _samples(self, directory: Path, split: str, dtype: str, most: int) -> MaskedRecords | PairedRecords:
         return PairedRecords(directory, (f"{split}.chosen", f"{split}.rejected"), dtype, most)
+
+
+def _day(given: str) -> date | None:
+    try:
+        return date.fromisoformat(given) if given else None
+    except ValueError:
+        raise UserError(f"data.date: '{given}' is no day, as 2026-07-26 is one") from None
 
 
 def _text(record: Mapping[str, Any], name: str) -> str:
