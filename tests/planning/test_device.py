@@ -11,6 +11,7 @@ import torch
 import yaml
 
 from conftest import fw
+from fw.config import load
 from fw.errors import UserError
 from fw.kernels import causal, differentiable, loss
 from fw.meter.account import Block, History, Rules
@@ -18,7 +19,8 @@ from fw.meter.devices import DEVICES, MIB, find
 from fw.meter.document import COMPONENTS
 from fw.planning.ledger import Ledger
 from fw.planning.on_gpu import allocator_peaks
-from fw.planning.plan import plan
+from fw.planning.plan import device_of, plan
+from fw.recipe import World, resolve
 
 SYNTHETIC = ["data={name: synthetic, vocab_size: 300, samples: 64}", "train.global_batch_size=8", "train.micro_batch_size=4"]
 CONTEXT, WORKSPACE = find("h200").context_bytes, find("h200").cublas_workspace_bytes
@@ -70,6 +72,16 @@ def test_a_file_describes_a_device(workspace: Path) -> None:
     assert document.device == "mine" and document.budget == 48 * MIB
     assert document.largest.driver_peak == document.largest.reserved_peak + 10 * MIB
     assert document.fits is (document.largest.driver_peak <= 48 * MIB)
+
+
+def test_a_gpu_that_nobody_knows_is_told_of(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = resolve(load("tiny.yaml"), World(), starts=False)
+    assert device_of(recipe, pytest.fail) is None
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA Nothing 9000")
+    said: list[str] = []
+    assert device_of(recipe, said.append) is None
+    assert len(said) == 1 and said[0].startswith("warning: NVIDIA Nothing 9000 is none of the GPUs that fw knows")
 
 
 def test_the_devices_memory_is_the_budget_unless_one_is_set(workspace: Path) -> None:

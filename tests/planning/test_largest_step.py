@@ -9,7 +9,12 @@ from fw.planning.plan import largest_step
 from fw.recipe import current_world, resolve
 from fw.training.inputs import open_data, say_nothing
 
-FEW = ["data={name: synthetic, vocab_size: 300, samples: 9, min_length: 8}", "train.global_batch_size=8", "train.micro_batch_size=2", "train.sequence_length=512"]
+FEW = [
+    "data={name: synthetic, vocab_size: 300, samples: 9, min_length: 8}",
+    "train.global_batch_size=8",
+    "train.micro_batch_size=2",
+    "train.sequence_length=512",
+]
 
 
 def test_the_longest_row_may_be_in_the_step_that_an_epoch_ends_in(workspace: Path) -> None:

@@ -68,7 +68,7 @@ def fit_config(
         all_open: what the config sets may be changed, too; one technique will do.
     """
     config, recipe = startable(config)
-    gpu = device_of(recipe) if here else gpu
+    gpu = device_of(recipe, say) if here else gpu
     speeds = None if gpu is not None else HostSpeed.measured(threads_of(recipe))
     first = plan_recipe(recipe, gpu, speeds, tell)
     assert first.budget is not None  # the device's memory, where nobody says

@@ -51,7 +51,7 @@ def plan(config: str | Path | Config, *overrides: str, world_size: int | None = 
     """
     chosen = None if device is None or device == CPU else find(device, CPU)
     recipe = resolve(loaded(config, overrides, world_size), current_world(), starts=False)
-    return plan_recipe(recipe, device_of(recipe) if device is None else chosen)
+    return plan_recipe(recipe, device_of(recipe, say) if device is None else chosen)
 
 
 def plan_recipe(recipe: Recipe, gpu: Device | None, speeds: Speeds | None = None, tell: Say = say) -> MemoryDocument:
@@ -97,11 +97,17 @@ def _plan(recipe: Recipe, gpu: Device | None, speeds: Speeds | None, tell: Say) 
     return replace(document, detail=Detail(document.largest.rank, highest.parameters, highest.timeline, highest.modules))
 
 
-def device_of(recipe: Recipe) -> Device | None:
-    """The GPU that the run would compute on, with its own memory; None for the CPU, and for a GPU that is not known."""
+def device_of(recipe: Recipe, tell: Say) -> Device | None:
+    """The GPU that the run would compute on, with its own memory; None for the CPU, and for a GPU that is not known, which is told."""
     if recipe.launch.accelerator == "cpu" or not torch.cuda.is_available():
         return None
-    known = of_product(torch.cuda.get_device_name())
+    name = torch.cuda.get_device_name()
+    known = of_product(name)
+    if known is None:
+        tell(
+            f"warning: {name} is none of the GPUs that fw knows, so what is planned is what a CPU would take, without a GPU's context, caching"
+            " allocator and kernels; fw plan --device FILE.yaml plans for one that you describe"
+        )
     return None if known is None else replace(known, memory_bytes=torch.cuda.get_device_properties(0).total_memory)
 
 

@@ -78,7 +78,7 @@ def _planned(config: Config) -> dict[str, str]:
         return {}
     recipe = resolve(config, world)
     try:
-        document = plan_recipe(recipe, device_of(recipe), tell=say_nothing)
+        document = plan_recipe(recipe, device_of(recipe, say), tell=say_nothing)
     except FwError as error:
         say(f"not planned: {error}")
         return {}
@@ -96,7 +96,7 @@ def _advise(config: Config) -> None:
         world = current_world()
         if report is None or (world.launched and report["rank"] != world.rank):
             return
-        gpu = device_of(recipe)
+        gpu = device_of(recipe, say_nothing)
         found = fit_config(config, budget=report["taken_bytes"] if gpu is None else None, all_open=True, tell=say_nothing)
     except Exception as error:
         if not isinstance(error, FwError) and not is_out_of_memory(error):
