@@ -75,7 +75,7 @@ def test_a_file_describes_a_device(workspace: Path) -> None:
 
 
 def test_a_gpu_that_nobody_knows_is_told_of(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    recipe = resolve(load("tiny.yaml"), World(), starts=False)
+    recipe = resolve(load("tiny.yaml", ["launch.accelerator=auto"]), World(), starts=False)
     assert device_of(recipe, pytest.fail) is None
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA Nothing 9000")

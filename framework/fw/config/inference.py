@@ -29,8 +29,8 @@ class InferenceSection:
     """Most that keys and values of a rank may take, like 2GiB. Host memory follows use up to it; blocks on a GPU are taken at once. Empty
     for what max_sequences sequences of the whole context take, but no more than 0.4 of free memory."""
     budget: str = ""
-    """Most that weights, a step, keys and values of a rank may take together, like 8GiB: what is left is for keys and values. Adapters beside
-    the model (serve.adapters, --adapters) are not in it. Empty for no bound."""
+    """Most that weights, a step, keys and values of a rank may take together, like 8GiB: what is left is for keys and values. Adapters
+    beside the model (serve.adapters, --adapters) are not in it. Empty for no bound."""
     max_context: int | None = None
     """Most tokens of a sequence, prompt and answer; empty for the model's own. One that kv_budget does not hold is shortened, which is
     said."""

@@ -105,8 +105,8 @@ def device_of(recipe: Recipe, tell: Say) -> Device | None:
     known = of_product(name)
     if known is None:
         tell(
-            f"warning: {name} is none of the GPUs that fw knows, so what is planned is what a CPU would take, without a GPU's context, caching"
-            " allocator and kernels; fw plan --device FILE.yaml plans for one that you describe"
+            f"warning: {name} is none of the GPUs that fw knows, so what is planned is what a CPU would take, without a GPU's context,"
+            " caching allocator and kernels; fw plan --device FILE.yaml plans for one that you describe"
         )
     return None if known is None else replace(known, memory_bytes=torch.cuda.get_device_properties(0).total_memory)
 
