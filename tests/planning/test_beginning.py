@@ -12,12 +12,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from conftest import environment, fw
 from fw.errors import UserError
 from fw.planning.ask import plan
-from fw.planning.beginning import Wanted, begin
+from fw.planning.beginning import Wanted, _has_bf16, begin
 
 CHATS = [{"messages": [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": f"{n}!"}]} for n in range(40)]
 PAIRS = [{"prompt": f"{n}?", "chosen": "yes", "rejected": "no"} for n in range(40)]
@@ -95,8 +96,22 @@ def test_a_server(base: Path) -> None:
     assert done.out == "serve.yaml\n" and "fw serve serve.yaml" in done.err
     config = yaml.safe_load(Path("serve.yaml").read_text())
     assert config["serve"]["model"] == "run" and config["inference"]["budget"] == "64MiB" and config["inference"]["device"] == "cpu"
+    words = ("init", "--task", "serve", "--model", "run", "--device", "cpu")
+    fw(*words, "--ranks", "2", "--length", "32", "--to", "two.yaml").ok()
+    inference = yaml.safe_load(Path("two.yaml").read_text())["inference"]
+    assert inference["tensor"] == 2 and inference["max_context"] == 32
+    failed = fw(*words, "--data", "chats.jsonl", "--to", "no.yaml")
+    assert failed.code == 2 and "--data: who serves learns from nothing; leave it out" in failed.err
     failed = fw("init", "--task", "serve", "--model", "run", "--device", "cpu", "--budget", "1MiB", "--to", "no.yaml")
     assert failed.code == 2 and "nothing fits 1 MiB" in failed.err
+
+
+def test_an_older_gpu_here_computes_in_fp16(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _has_bf16(Wanted("llama", "pretrain")) and not _has_bf16(Wanted("llama", "pretrain", "v100-32gb"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for capability in ((7, 5), (8, 0)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda capability=capability: capability)
+        assert _has_bf16(Wanted("llama", "pretrain")) == (capability == (8, 0)) and _has_bf16(Wanted("llama", "pretrain", "cpu"))
 
 
 @pytest.mark.slow

@@ -29,8 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", metavar="NAME|FILE", help="what to plan for, as fw plan has it; this machine's where left out")
     parser.add_argument("--budget", metavar="SIZE", default="", help="memory of a rank, like 24GiB; the device's where left out")
     parser.add_argument("--data", metavar="GLOB", action="append", default=[], help="files to learn from; may be given again")
-    parser.add_argument("--ranks", metavar="N", type=int, default=1, help="GPUs of one host that train (1)")
-    parser.add_argument("--length", metavar="N", type=int, default=2048, help="tokens of a row (2048)")
+    parser.add_argument("--ranks", metavar="N", type=int, default=1, help="GPUs of one host that train or serve (1)")
+    parser.add_argument("--length", metavar="N", type=int, help="tokens of a row (2048), or at most of a sequence that is served")
     parser.add_argument("--to", metavar="FILE", type=Path, help="the file to write (TASK.yaml); it must not exist")
     parser.add_argument("--json", action="store_true", help="print JSON instead of the file's name: file, told, next")
 

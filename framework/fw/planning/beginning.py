@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 
 from fw import config as configuration
@@ -77,8 +78,8 @@ class Wanted:
         device: as ``fw plan`` has them; None for this machine.
         budget: bytes a rank, like 24GiB; empty for the device's memory.
         data: globs of files.
-        ranks: that train, on one host.
-        sequence_length: of a row.
+        ranks: that train or generate, on one host.
+        length: of a row; of a sequence that is served, the longest. None for 2,048, and for what the model has.
     """
 
     model: str
@@ -87,13 +88,20 @@ class Wanted:
     budget: str = ""
     data: tuple[str, ...] = ()
     ranks: int = 1
-    sequence_length: int = 2048
+    length: int | None = None
+
+    @property
+    def sequence_length(self) -> int:
+        """Of a row."""
+        return 2048 if self.length is None else self.length
 
     def __post_init__(self) -> None:
         if self.task not in TASKS:
             raise UserError(f"--task: there is no '{self.task}'{did_you_mean(self.task, list(TASKS))}; there are {', '.join(TASKS)}")
         if self.ranks < 1:
             raise UserError(f"--ranks: {self.ranks} is too small; the least is 1")
+        if self.task == "serve" and self.data:
+            raise UserError("--data: who serves learns from nothing; leave it out")
 
 
 @dataclass(frozen=True)
@@ -151,8 +159,6 @@ def _composed(wanted: Wanted) -> dict[str, Any]:
     model = _model(wanted)
     weights = model.get("path")
     adapts = wanted.task in ("lora", "qlora", "dpo")
-    gpu = None if wanted.device in (None, CPU) else find(wanted.device or "", CPU)
-    has_bf16 = gpu is None or "bfloat16" in gpu.peak_flops
     tree: dict[str, Any] = {"model": model}
     if wanted.task == "qlora":
         tree["quantization"] = {"name": "nf4", "double_quantization": True}
@@ -160,7 +166,7 @@ def _composed(wanted: Wanted) -> dict[str, Any]:
         tree["peft"] = dict(_LORA)
     tree["data"] = _data(wanted, weights)
     tree["objective"] = {"name": "dpo", "beta": 0.1} if wanted.task == "dpo" else {"name": "causal_lm"}
-    tree["precision"] = {"name": "bf16" if has_bf16 else "fp16"}
+    tree["precision"] = {"name": "bf16" if _has_bf16(wanted) else "fp16"}
     tree["optimizer"] = {"name": "adamw", "lr": {"pretrain": 6e-4, "sft": 1e-5, "dpo": 5e-6}.get(wanted.task, 2e-4)}
     steps = 10_000 if wanted.task == "pretrain" else 500
     tree["schedule"] = {"name": "cosine", "warmup_steps": steps // 20 if wanted.task == "pretrain" else 20}
@@ -176,6 +182,12 @@ def _composed(wanted: Wanted) -> dict[str, Any]:
     here = {} if wanted.device is None else {"accelerator": CPU if wanted.device == CPU else "cuda"}
     tree["launch"] = {"devices": wanted.ranks, **here}
     return tree
+
+
+def _has_bf16(wanted: Wanted) -> bool:
+    if wanted.device not in (None, CPU):
+        return "bfloat16" in find(wanted.device or "", CPU).peak_flops
+    return wanted.device == CPU or not torch.cuda.is_available() or torch.cuda.get_device_capability() >= (8, 0)
 
 
 def _multiple(least: int, of: int) -> int:
@@ -240,6 +252,10 @@ def _serving(wanted: Wanted) -> Begun:
         gpu = None if wanted.device == CPU else find(wanted.device, CPU)
     inference: dict[str, Any] = {} if wanted.device is None else {"device": CPU if gpu is None else "cuda"}
     inference["dtype"] = "bf16" if gpu is None or "bfloat16" in gpu.peak_flops else "fp16"
+    if wanted.ranks > 1:
+        inference["tensor"] = wanted.ranks
+    if wanted.length is not None:
+        inference["max_context"] = wanted.length
     if wanted.budget:
         inference["budget"] = wanted.budget
     tried = []

@@ -33,17 +33,18 @@ def attend(
         positions_L: of the keys; None where they are one behind another.
     """
     queries, keys = len(q_QNH), len(k_LKH)
+    whole = window is None or window >= keys
+    q_NQH, k_KLH, v_KLH = (x.transpose(0, 1) for x in (q_QNH, k_LKH, v_LKH))
+    if queries > 1 and whole and softcap is None:  # which needs no mask: of a long prompt it would take more than the rest of the step
+        if _flash_takes(q_QNH):
+            return _flash(q_NQH, k_KLH, v_KLH, scale)
+        if queries == keys:
+            return _sdpa(q_NQH, k_KLH, v_KLH, None, True, scale)
     if positions_L is None:
         positions_L = torch.arange(keys, device=q_QNH.device)
     seen_QL = _seen(positions_L[-queries:], positions_L, window, sinks)
     if queries == 1:  # for which a fused kernel with query heads in groups is slow
         return attend_to_all(q_QNH, k_LKH[None], v_LKH[None], seen_QL, scale=scale, softcap=softcap)
-    whole = window is None or window >= keys
-    q_NQH, k_KLH, v_KLH = (x.transpose(0, 1) for x in (q_QNH, k_LKH, v_LKH))
-    if whole and softcap is None and _flash_takes(q_QNH):
-        return _flash(q_NQH, k_KLH, v_KLH, scale)
-    if whole and softcap is None and queries == keys:
-        return _sdpa(q_NQH, k_KLH, v_KLH, None, True, scale)
     if softcap is None:
         return _sdpa(q_NQH, k_KLH, v_KLH, seen_QL, False, scale)
     groups = len(k_KLH)
