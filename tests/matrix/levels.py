@@ -48,6 +48,10 @@ _LORA = {"peft": {"name": "lora", "targets": _TARGETS}}
 _HOST = {"optimizer": "cpu", "gradients": "cpu"}
 _FILES = {"tokenizer": "base"}
 
+_CHATS = {"data": {"name": "chat", "files": ["chats.jsonl"], **_FILES}, "train": {"sequence_length": 96}}
+_PAIRS = {"data": {"name": "preference", "files": ["pairs.jsonl"], **_FILES}, "train": {"sequence_length": 192}}
+"""With room for prompts and answers."""
+
 PARTS: dict[str, dict[str, Choice]] = {
     "model": {
         **_named("model", "llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "mixtral", "qwen3_moe", **_SIZES),
@@ -58,13 +62,13 @@ PARTS: dict[str, dict[str, Choice]] = {
         **_named("data", "synthetic", vocab_size=_VOCABULARY, samples=96),
         **_named("data", "text", files=["corpus.txt"], **_FILES),
         **_named("data", "jsonl", files=["texts.jsonl"], **_FILES),
-        **_named("data", "chat", files=["chats.jsonl"], **_FILES),
-        "preference": Choice({"data": {"name": "preference", "files": ["pairs.jsonl"], **_FILES}}, {"objective": "dpo", **_LORA}),
+        "chat": Choice(_CHATS),
+        "preference": Choice(_PAIRS, {"objective": "dpo", **_LORA}),
     },
     "objective": {
         **_named("objective", "causal_lm"),
-        "sft": Choice({"objective": "sft"}, {"data": {"name": "chat", "files": ["chats.jsonl"], **_FILES}}),
-        "dpo": Choice({"objective": "dpo"}, {"data": {"name": "preference", "files": ["pairs.jsonl"], **_FILES}, **_LORA}),
+        "sft": Choice({"objective": "sft"}, _CHATS),
+        "dpo": Choice({"objective": "dpo"}, {**_PAIRS, **_LORA}),
         **_named("objective", "distill", teacher="base"),
     },
     "attention": _named("attention", "sdpa", "eager", "chunked"),
