@@ -200,10 +200,10 @@ def clean(directory: Place) -> list[str]:
     removed = []
     for name in directory.names():
         if directory.local is not None:
-            if name.endswith(_OLD) and not (directory.local / name.removesuffix(_OLD)).exists():
+            left_over = bool(_LEFT_OVER.fullmatch(name))
+            if left_over and name.endswith(_OLD) and not (directory.local / name.removesuffix(_OLD)).exists():
                 os.rename(directory.local / name, directory.local / name.removesuffix(_OLD))  # interrupted between two renamings
                 continue
-            left_over = bool(_LEFT_OVER.fullmatch(name))
         else:
             left_over = bool(_STEP.fullmatch(name)) and not (directory / name).has(MANIFEST)
         if left_over:

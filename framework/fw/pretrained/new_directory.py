@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import shutil
@@ -79,7 +80,9 @@ class new_directory:
             shutil.rmtree(self.path)
         try:
             made.rename(self.path)  # over an empty directory, too
-        except OSError:
+        except OSError as error:
+            if error.errno not in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
+                raise
             number = 1
             while (aside := self.path.with_name(f"{self.path.name}.{number}")).exists():
                 number += 1
