@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Literal
 
 from fw.api import CausalLM, OffloadPlugin, OffloadPolicy, UserError, parse_size
-from fw_plugins.offload import activations
 
 
 @dataclass
@@ -98,4 +97,6 @@ class Tiers(OffloadPlugin):
     def attach(self, model: CausalLM) -> None:
         """Hooks on what autograd saves inside the blocks."""
         if self.config.activations != "device":
+            from fw_plugins.offload import activations  # DTensor takes half a second to import, which inference has better uses for
+
             activations.attach(model, self.policy(), parse_size(self.config.activations_above), self.config.activations_prefetch)
