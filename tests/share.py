@@ -19,7 +19,7 @@ ONE_IN = {
     "distributed/test_batches.py::test_tokens_instead_of_sequences_change_nothing": 3,
     "distributed/test_nonfinite.py::test_skipping_and_rolling_back_are_the_same_on_all_ranks": 4,
     "distributed/test_nonfinite.py::test_the_first_bad_module_is_named": 3,
-    "distributed/test_phases.py::test_assembling_and_saving_take_what_was_planned": 4,
+    "distributed/test_phases.py::test_assembling_validating_and_saving_take_what_was_planned": 4,
     "distributed/test_plan.py::test_every_rank_takes_what_was_planned": 3,
     "distributed/test_precision.py::test_each_phase_is_the_run_in_its_dtype_from_the_same_weights": 2,
     "inference/test_offload.py::test_the_same_answers": 3,

@@ -1,4 +1,4 @@
-"""What a plan says of loading, saving and resuming, against ranks that do so."""
+"""What a plan says of loading, validating, saving and resuming, against ranks that do so."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ CASES = {
     "nf4, lora": (1, ["quantization=nf4", "peft=lora", "precision=bf16"]),
     "bf16_true": (1, ["precision=bf16_true", "optimizer=lion"]),
     "ddp": (2, ["sharding=ddp"]),
+    "full_eval": (1, ["precision={name: bf16, full_eval: true}"]),
     "fsdp": (2, ["sharding=fsdp"]),
     "hsdp, 8-bit": (4, ["sharding={name: fsdp, replicate: 2}", "optimizer=adamw_8bit"]),
     "zero": (2, ["sharding=zero"]),
@@ -31,9 +32,10 @@ SLACK = 2048
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_assembling_and_saving_take_what_was_planned(workspace: Path, case: str) -> None:
+def test_assembling_validating_and_saving_take_what_was_planned(workspace: Path, case: str) -> None:
     ranks, overrides = CASES[case]
-    overrides = [*overrides, "checkpoint.asynchronous=true", f"launch.devices={ranks}", "train.max_steps=2", "train.save_every=2"]
+    overrides = [*overrides, "checkpoint.asynchronous=true", f"launch.devices={ranks}", "train.max_steps=2"]
+    overrides += ["train.save_every=2", "train.val_every=2"]
     fw("train", "tiny.yaml", *overrides).ok()
     (checkpoint,) = Path("run/checkpoints").glob("step-*")
     program = [str(Path(__file__).with_name("phases.py")), "tiny.yaml", str(checkpoint), *overrides]
@@ -47,6 +49,10 @@ def test_assembling_and_saving_take_what_was_planned(workspace: Path, case: str)
     for rank in planned.per_rank:
         for phase in ("load", "resume"):
             assert rank.phases[phase].allocated_peak == pytest.approx(measured[rank.rank][phase], abs=SLACK), phase
+        parts = rank.phases["validate"].parts
+        before = sum(parts.get(kept, 0) for kept in ("parameters", "gradients", "optimizer", "buffers", "other"))
+        came = sum(parts.values()) - before
+        assert came == pytest.approx(measured[rank.rank]["validate"], abs=SLACK)
         together = rank.phases["save"].host - measured[rank.rank]["copies"]
         assert together <= 2 * 257 * 64 * 4 and bool(together) == (divided and rank.phases["save"].disk > 0)
     assert sum(rank.phases["save"].disk for rank in planned.per_rank) == sum(map(tensor_bytes, checkpoint.glob("*.safetensors")))

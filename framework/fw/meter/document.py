@@ -22,7 +22,7 @@ COMPONENTS = {
     "kv": "keys and values of generation",
     "other": "what was there before the step and is none of these",
 }
-PHASES = ("load", "forward", "backward", "step", "save", "resume", "generate")
+PHASES = ("load", "forward", "backward", "step", "validate", "save", "resume", "generate")
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class RankMemory:
         at_peak: :data:`COMPONENTS` at the peak, which they add up to.
         most: each component's own maximum over the steps from the second on.
         phases: what each of :data:`PHASES` takes that is known; a profile measures those of a step. All of the above is of steps: ``load``
-            and ``resume`` come before them, ``save`` between two.
+            and ``resume`` come before them, ``validate`` and ``save`` between two.
     """
 
     rank: int

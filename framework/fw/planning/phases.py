@@ -14,6 +14,8 @@ def with_phases(rank: RankMemory, trace: RankTrace) -> RankMemory:
     Copies of what is being written are there from the first checkpoint on: they are in the host's memory in every phase that follows.
     """
     found = {"load": PhaseMemory(trace.load, 0, trace.read_bytes), **rank.phases}
+    if trace.validate is not None:
+        found["validate"] = PhaseMemory(trace.validate)
     host_peak = rank.host_peak
     if trace.save is not None:
         parts, saved = trace.save

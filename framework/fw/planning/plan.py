@@ -26,7 +26,7 @@ from fw.planning.on_gpu import check_plannable, on_gpu, slowest_step
 from fw.planning.phases import with_phases
 from fw.planning.trace import trace_rank
 from fw.recipe import Recipe, current_world, resolve
-from fw.training.batches import Batches
+from fw.training.batches import Batches, Plan, Source
 from fw.training.inputs import open_data, say
 from fw.training.loading import loader
 
@@ -74,11 +74,13 @@ def _plan(recipe: Recipe, gpu: Device | None, speeds: Speeds | None, tell: Say) 
     if gpu is not None:
         check_plannable(recipe)
     check(recipe, vocab_size, torch.device(CPU if gpu is None else "cuda"), batches.rows, is_here=gpu is None)
-    micro_batches = largest_step(batches)
+    micro_batches, validation = largest_step(batches), largest_validation(batches)
     imported = held_bytes(torch.device(CPU)) or 0  # what a process with the same libraries holds before it has a model
     alike = ranks_alike(recipe, vocab_size, batches.rows)
     costs = speeds is not None
-    traces = {rank: trace_rank(recipe, rank, vocab_size, batches.rows, micro_batches, gpu, costs) for rank in sorted(set(alike))}
+    traces = {
+        rank: trace_rank(recipe, rank, vocab_size, batches.rows, micro_batches, gpu, costs, validation) for rank in sorted(set(alike))
+    }
     ranks = {}
     for rank, trace in traces.items():
         if gpu is not None:
@@ -140,7 +142,19 @@ def largest_step(batches: Batches) -> list[dict[str, Tensor]]:
             [chosen, *(plan for _, plan in zip(range(1, steps), plans, strict=False))],
             key=lambda plan: max(_tokens(batches, indices) for indices in plan.micro_batches),
         )
-    read: list[dict[str, Tensor]] = next(iter(loader(batches.train, [chosen], LoaderSection(), torch.device("cpu")))).micro_batches
+    return _read(batches.train, chosen)
+
+
+def largest_validation(batches: Batches) -> dict[str, Tensor] | None:
+    """The largest micro-batch of a validation; None where the run makes none."""
+    if not batches.recipe.train.val_every:
+        return None
+    (largest,) = _read(batches.val, next(iter(batches.val_plans(0))))  # who divides them gives it to the first replica, first
+    return largest
+
+
+def _read(source: Source, plan: Plan) -> list[dict[str, Tensor]]:
+    read: list[dict[str, Tensor]] = next(iter(loader(source, [plan], LoaderSection(), torch.device("cpu")))).micro_batches
     return read
 
 

@@ -54,6 +54,7 @@ class RankTrace:
         read_bytes: of files, for that.
         resume: components at the peak of going on from a checkpoint; None where the run writes none, or that is not known.
         save: the same of a save, and what it takes besides.
+        validate: components at the peak of a validation; None where the run makes none.
     """
 
     loaded_bytes: int
@@ -67,6 +68,7 @@ class RankTrace:
     read_bytes: int = 0
     resume: Mapping[str, int] | None = None
     save: tuple[Mapping[str, int], Saved] | None = None
+    validate: Mapping[str, int] | None = None
 
 
 def trace_rank(
@@ -77,6 +79,7 @@ def trace_rank(
     micro_batches: Sequence[dict[str, Tensor]],
     device: Device | None = None,
     costs: bool = False,
+    validation: Mapping[str, Tensor] | None = None,
 ) -> RankTrace:
     """Assemble and run two steps as this rank, without bytes, values or other ranks.
 
@@ -86,11 +89,13 @@ def trace_rank(
         micro_batches: of a step, as this rank's replica reads them; only shapes and dtypes matter.
         device: GPU that the step runs on; None for the CPU.
         costs: whether histories are to know what operators cost on the CPU, too.
+        validation: the largest micro-batch of a validation; None where the run makes none.
     """
+    given = (recipe, rank, vocab_size, rows, micro_batches, device, costs, validation)
     try:
-        return trace_blocks(recipe, rank, vocab_size, rows, micro_batches, device, costs, whole=False)
+        return trace_blocks(*given, whole=False)
     except Exception:  # whatever a model says where blocks are missing; if it is at fault, it says so again
-        return trace_blocks(recipe, rank, vocab_size, rows, micro_batches, device, costs, whole=True)
+        return trace_blocks(*given, whole=True)
 
 
 def trace_blocks(
@@ -101,6 +106,7 @@ def trace_blocks(
     micro_batches: Sequence[dict[str, Tensor]],
     device: Device | None = None,
     costs: bool = False,
+    validation: Mapping[str, Tensor] | None = None,
     *,
     whole: bool,
 ) -> RankTrace:
@@ -122,6 +128,7 @@ def trace_blocks(
             with _collected_quickly():
                 loaded = ledger.live_bytes
                 steps, histories = _steps(recipe, made, ledger, micro_batches, local, repetition)
+                validate = None if validation is None else _validation(recipe, made, ledger, validation, mesh, micro_batches, repetition)
             left_out = 0 if repetition is None else repetition.left_out
             save = None if again is None else _save(recipe, made, ledger)
             read = around_steps.read_bytes(made.model, recipe.model.weights)
@@ -134,7 +141,7 @@ def trace_blocks(
         gpu = ledger.gpu
         host_bytes = 0 if gpu is None else gpu.host_peak_bytes
         groups = frozenset() if gpu is None else gpu.groups
-        return RankTrace(loaded, steps, load, left_out, histories, repeated, groups, host_bytes, read, resume, save)
+        return RankTrace(loaded, steps, load, left_out, histories, repeated, groups, host_bytes, read, resume, save, validate)
 
 
 def _steps(
@@ -178,6 +185,45 @@ def _steps(
         if repetition is not None and _sums(found[-1]) != _sums(found[-2]):
             raise NotRepeatable("a step with more blocks is not what fewer say")
     return found[1:], histories
+
+
+def _validation(
+    recipe: Recipe,
+    made: Assembly,
+    ledger: Ledger,
+    micro: Mapping[str, Tensor],
+    mesh: DeviceMesh | None,
+    train: Sequence[Mapping[str, Tensor]],
+    repetition: Repetition | None,
+) -> Mapping[str, int]:
+    """Components at the peak of a validation, after the last step.
+
+    Args:
+        micro: of it, as this rank's replica reads it.
+        train: batches of training, of which one is read ahead.
+
+    Raises:
+        NotRepeatable: blocks that look alike are not.
+    """
+    stepper = made.stepper
+    stepper.module.eval()
+    found: list[StepMemory] = []
+    for more in range(1 if repetition is None else 2):
+        recording = ledger.recording if repetition is None else repetition.recording(more)
+        meter = StepMeter(stepper, made.model.blocks, TRACED, recording, made.beside_weights)
+        batch = _unread(recipe.sharding.local_batch(dict(micro), mesh))
+        with ledger.on_host():
+            ahead = [_unread(each) for each in (*train, micro)]
+        with meter.step([*batch.values()]) as measured, torch.no_grad(), stepper.evaluation():
+            meter.forward()
+            with stepper.forward_context():
+                recipe.objective.loss_sum(stepper.module, batch)
+        found += measured
+        del batch, ahead
+    stepper.module.train()
+    if _sums(found[0]) != _sums(found[-1]):
+        raise NotRepeatable("a validation with more blocks is not what fewer say")
+    return found[-1].at_peak
 
 
 def _save(recipe: Recipe, made: Assembly, ledger: Ledger) -> tuple[Mapping[str, int], Saved]:

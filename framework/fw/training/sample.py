@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
+from torch import Tensor
 
 from fw.kinds.data import Tokenizer
+from fw.kinds.head import Head
 from fw.kinds.sharding import Stepper
 
 
@@ -39,8 +42,9 @@ def sample(
             window = (ids + produced)[-context:]
             beyond = -len(window) % stepper.length_multiple  # nothing before them sees them
             with stepper.whole_sequences(), stepper.forward_context():
-                logits_1LV = stepper.module(torch.tensor([window + [0] * beyond], device=device))
-            logits_V = logits_1LV[0, len(window) - 1].float().cpu()[: tokenizer.vocab_size]
+                ids_1L = torch.tensor([window + [0] * beyond], device=device)
+                logits_11V = stepper.module(ids_1L, readout=partial(_logits, len(window) - 1))
+            logits_V = logits_11V[0, 0].float().cpu()[: tokenizer.vocab_size]
             values, choices = (logits_V / temperature).topk(min(top_k, len(logits_V)))
             choice = int(choices[torch.multinomial(values.softmax(-1), 1, generator=generator)])
             choice = agree(choice)
@@ -48,6 +52,12 @@ def sample(
                 break
             produced.append(choice)
     return tokenizer.decode(produced, skip_special_tokens=True)
+
+
+def _logits(of: int, x_BLD: Tensor, head: Head, auxiliary: Tensor | None) -> Tensor:
+    """Of one token: those of a whole context may take more than a step of training does."""
+    logits_B1V: Tensor = head(x_BLD[:, of : of + 1])
+    return logits_B1V
 
 
 def _beginning(tokenizer: Tokenizer) -> list[int]:
