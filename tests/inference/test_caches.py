@@ -94,6 +94,19 @@ def test_a_long_answer_in_little_room(directory):
         fw.LLM(directory, dtype="fp32", kv_cache=small, max_context=10**6)
 
 
+@pytest.mark.parametrize("draft", [False, True])
+def test_long_prompts_by_a_few_tokens_in_little_room(directory, draft):
+    """A step adds to a sequence what its pieces are, so that it has room however many tokens a step has."""
+    kept = {"name": "sliding_window", "window": 8, "sinks": 2, "block_size": 2}
+    options = {"draft": str(directory), "speculate": 24} if draft else {}
+    llm = fw.LLM(directory, dtype="fp32", kv_cache=kept, max_sequences=2, step_tokens=256, prompt_tokens=2, **options)
+    caches = [llm.engine.scheduler.cache, *([llm.engine.guesser.cache] if draft else [])]
+    asked = [list(range(10, 60)), list(range(12, 62))]
+    together = llm.generate(asked, max_tokens=20, temperature=0, ignore_eos=True)
+    assert [len(result.token_ids) for result in together] == [20, 20] and not llm.engine.scheduler.preemptions
+    assert all(cache.capacity >= llm.engine.context for cache in caches)
+
+
 def test_company_changes_nothing(directory):
     """To the last bit, in bfloat16: alone, beside others, in pieces, made anew, after a beginning that was known."""
     if not attention.available(torch.bfloat16, torch.device("cpu")):

@@ -92,13 +92,13 @@ def test_wishes_count_the_same_at_every_step(llm, place):
     ids, model = list(prompt), fw.load_model(place)
     for _ in range(40):
         row = model(torch.tensor([ids])).detach()[0, -1].float()
+        row[70] += 2.5
+        row[80] -= 1.5
         for token in set(ids):
             row[token] = row[token] / 1.7 if row[token] > 0 else row[token] * 1.7
         own = ids[len(prompt) :]
         for token in set(own):
             row[token] -= 0.4 + 0.9 * own.count(token)
-        row[70] += 2.5
-        row[80] -= 1.5
         if len(own) < 40:
             row[[*llm.engine.ends, 90]] = -torch.inf
         ids.append(int(row.argmax()))

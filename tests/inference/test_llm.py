@@ -19,7 +19,6 @@ from transformers import AutoModelForCausalLM
 import fw
 import tokens
 from fw.errors import UserError
-from fw.evaluating.scoring import Continuation, scores
 from fw.inference.prepare import device_of
 from fw.kernels import linear
 from fw.meter.memory import anonymous_bytes
@@ -47,48 +46,6 @@ def test_prompts_of_all_kinds(llm):
     many = llm.generate([PROMPT, ids, messages, rendered], temperature=0, max_tokens=12)
     assert [each.token_ids for each in many] == [alone(llm, each).token_ids for each in (PROMPT, ids, messages, rendered)]
     assert many[0].text == llm.tokenizer.decode(many[0].token_ids, skip_special_tokens=True)
-
-
-def test_answers_as_they_come(llm):
-    whole = alone(llm, PROMPT, max_tokens=20)
-    deltas = list(llm.stream(PROMPT, temperature=0, max_tokens=20))
-    assert [delta.token for delta in deltas] == whole.token_ids
-    assert "".join(delta.text for delta in deltas) == whole.text
-    assert [delta.logprob for delta in deltas] == pytest.approx(whole.logprobs, abs=1e-5)
-    assert [delta.finish_reason for delta in deltas] == [None] * 19 + ["length"]
-    stream = llm.stream(PROMPT, temperature=0, max_tokens=20)
-    next(stream)
-    stream.close()
-    assert not len(llm.engine), "who stops listening ends it"
-
-
-def test_answers_as_they_come_beside_others(llm):
-    """Streams in turns, and whatever else is asked between two of their tokens, on any of which the last of another may come."""
-    prompts = [PROMPT, "abc", "hello"]
-    lengths = [9, 30, 17]
-    expected = [alone(llm, prompt, max_tokens=most).token_ids for prompt, most in zip(prompts, lengths, strict=True)]
-    embedded = llm.embed("abc")
-    (score,) = scores(llm, [Continuation([5, 6], [7])])
-    streams = [llm.stream(prompt, temperature=0, max_tokens=most) for prompt, most in zip(prompts, lengths, strict=True)]
-    found: list[list[int | None]] = [[], [], []]
-    for turn in range(31):
-        for stream, so_far in zip(streams, found, strict=True):
-            if (delta := next(stream, None)) is not None:
-                so_far.append(delta.token)
-        if turn % 3 == 0:
-            assert alone(llm, "abc", max_tokens=12).token_ids == expected[1][:12]
-            assert llm.embed("abc") == [pytest.approx(embedded[0], abs=1e-5)]
-            assert scores(llm, [Continuation([5, 6], [7])])[0].logprob == pytest.approx(score.logprob, abs=1e-5)
-    assert found == expected and not len(llm.engine)
-
-
-def test_a_stream_whose_result_somebody_else_took_says_so(llm):
-    stream = llm.stream(PROMPT, temperature=0, max_tokens=3)
-    next(stream)
-    while len(llm.engine):
-        llm.engine.step()
-    with pytest.raises(RuntimeError, match=r"step by LLM\.step"):
-        list(stream)
 
 
 def test_logits_that_are_no_numbers_end_an_answer(directory):

@@ -114,6 +114,11 @@ def test_what_leaves_the_likeliest_alone(settings):
     assert choose(rows, answers, [], frozenset()).told().tokens == rows.argmax(-1).tolist()
 
 
+def test_minus_one_is_nothing_in_particular():
+    """As vLLM's words have it: all of the likeliest, and another seed each time."""
+    assert Sampling(top_k=-1, seed=-1) == Sampling(top_k=0, seed=None)
+
+
 def test_large_numbers_stay_numbers():
     """A bias that no other logit comes near, of a low temperature; a temperature at which all are alike but for what a form rules out."""
     bias = answer(temperature=2e-5, top_p=0.9, logit_bias={77: 1e38})

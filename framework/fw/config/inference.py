@@ -94,3 +94,8 @@ class InferenceSection:
     def prompt_share(self) -> int:
         """Tokens of a step that one prompt may take."""
         return self.prompt_tokens or max(1, self.step_tokens // 2)
+
+    @property
+    def sequence_share(self) -> int:
+        """Tokens of a step that are one sequence's at most; a draft computes its guesses anew beside them."""
+        return self.prompt_share + (self.speculate if self.draft else 0)

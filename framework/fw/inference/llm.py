@@ -76,6 +76,7 @@ class LLM:
         self._said = f"{path}: {loaded.architecture} on {loaded.device}"
         self._keys = count()
         self._listeners: dict[str, Callable[[Delta | Result], None]] = {}
+        self._in_step, self._left = False, list[str]()
         self._background: Background | None = None
         self._beginning = threading.Lock()
 
@@ -213,13 +214,16 @@ class LLM:
         called meanwhile: they share the steps, and what comes of a step that another one made is kept until it is asked for.
 
         Raises:
-            UserError: a prompt that cannot be answered.
+            UserError: a prompt that cannot be answered, or ``best_of``: the best are known when all have ended, by :meth:`generate`.
         """
         self._alone()
+        wanted = self._wanted(sampling, settings)
+        if wanted.drawn > wanted.n:
+            raise UserError(f"best_of: the best {wanted.n} of {wanted.drawn} answers are known when all have ended; generate gives them")
         key = f"prompt {next(self._keys)}"
         told: deque[Delta | Result] = deque()
         try:
-            self._add(key, prompt, self._wanted(sampling, settings), told.append, adapter)
+            self._add(key, prompt, wanted, told.append, adapter)
             while True:
                 while not told:
                     self.step()
@@ -242,11 +246,16 @@ class LLM:
         if not len(self.engine) and self._listeners:
             raise RuntimeError("requests are gone from the engine whose results nobody has: step by LLM.step, and not by the engine's own")
         with uninterrupted():
+            self._in_step = True
             try:
                 deltas, results = self.engine.step()
             except Exception as error:
                 self._lost(error)
                 raise
+            finally:
+                self._in_step = False
+                self._leave(self._left)
+                self._left.clear()
             own = self._listeners
             others = [delta for delta in deltas if delta.key not in own], [result for result in results if result.key not in own]
             for delta in deltas:
@@ -277,16 +286,19 @@ class LLM:
         self._listeners[key] = tell
 
     def _leave(self, keys: Sequence[str]) -> None:
-        """Nobody waits for these any more."""
+        """Nobody waits for these any more. Generators that are forgotten say so at any time, also amid a step, which ends with them."""
         for key in keys:
             self._listeners.pop(key, None)
-            self.engine.abort(key)
+            if self._in_step:
+                self._left.append(key)
+            else:
+                self.engine.abort(key)
 
     async def astream(
         self, prompt: Prompt, sampling: Sampling | None = None, *, priority: int = 0, adapter: str | None = None, **settings: Any
     ) -> AsyncGenerator[Delta | Result, None]:
-        """What each step adds to the answer, as it comes, and last the result; others' requests share the steps. Who stops listening ends
-        it.
+        """What each step adds to the answer, as it comes, and last the result, which with ``best_of`` is all; others' requests share the
+        steps. Who stops listening ends it.
 
         The model works in a thread of its own from the first such call on, until :meth:`close`.
 
@@ -314,7 +326,8 @@ class LLM:
                     raise each
                 if isinstance(each, Result) and each.error:
                     raise UserError(each.error)
-                yield each
+                if isinstance(each, Result) or wanted.drawn == wanted.n:
+                    yield each
                 if isinstance(each, Result):
                     return
         finally:

@@ -37,7 +37,7 @@ class Sampling:
         presence_penalty: taken from logits of tokens the answer has already.
         frequency_penalty: the same, once for each time.
         logit_bias: added to logits, by token id.
-        seed: of the choice; with it an answer is the same each time. None for another one each time.
+        seed: of the choice; with it an answer is the same each time. None, or -1, for another one each time.
         n: answers to the prompt.
         best_of: of so many the n likeliest are given, by their mean log-probability; None for n.
         stop: texts that end an answer; it has nothing of them.
@@ -81,6 +81,8 @@ class Sampling:
         self._take_lists()
         if self.top_k == -1:
             object.__setattr__(self, "top_k", 0)
+        if self.seed == -1:
+            object.__setattr__(self, "seed", None)
         for name, kind, least, most in (
             ("max_tokens", int, 0, math.inf),
             ("min_tokens", int, 0, math.inf),

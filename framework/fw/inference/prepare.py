@@ -112,7 +112,7 @@ def prepare(
     divided = [ranks, *(Ranks() for _ in models[1:])]  # a draft is the first one's
     shapes = [between.kv_shapes(each) for each, between in zip(models, divided, strict=True)]
     token_bytes = [plugin.token_bytes(these, dtype) for these in shapes]
-    kept = plugin.kept_tokens(context, options.prompt_share)
+    kept = plugin.kept_tokens(context, options.sequence_share)
     sharing = 1 if is_gpu(device) else ranks.ranks
     budget = _budget(options.kv_budget, sum(token_bytes) * kept * options.max_sequences, device, lambda of: free(of) / sharing)
     replaced = [
@@ -130,7 +130,7 @@ def prepare(
 
     for each, between, these, bytes_of in zip(models, divided, shapes, token_bytes, strict=True):
         longest = min(context, each.context)
-        step_tokens = options.prompt_share + (options.speculate if made else 0)
+        step_tokens = options.sequence_share if made else options.prompt_share
         share = between.agreed(int(budget * bytes_of / sum(token_bytes)))
         tiled = options.batch_invariant and not made  # what a draft guesses changes no answer
         cache = plugin.make(KVNeeds(these, dtype, device, share, longest, step_tokens, batch_invariant=tiled))

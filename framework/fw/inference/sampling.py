@@ -182,6 +182,9 @@ def change(logits_BV: Tensor, answers: Sequence[Answer], ends: frozenset[int]) -
 def _change(logits_V: Tensor, answer: Answer, ends: frozenset[int]) -> None:
     request = answer.request
     sampling, device = request.sampling, logits_V.device
+    if sampling.logit_bias:
+        biased = _kept(request, "biased", list(sampling.logit_bias), device)
+        logits_V[biased] += _kept(request, "bias", list(sampling.logit_bias.values()), device).to(logits_V.dtype)
     if sampling.repetition_penalty != 1:
         seen = _kept(request, "prompt", list(request.prompt_ids), device)
         if new := [token for token in answer.times if token not in request.prompt_ids]:
@@ -192,9 +195,6 @@ def _change(logits_V: Tensor, answer: Answer, ends: frozenset[int]) -> None:
         seen = to_device(list(answer.times), device)
         times = to_device(list(answer.times.values()), device).to(logits_V.dtype)
         logits_V[seen] -= sampling.presence_penalty + sampling.frequency_penalty * times
-    if sampling.logit_bias:
-        biased = _kept(request, "biased", list(sampling.logit_bias), device)
-        logits_V[biased] += _kept(request, "bias", list(sampling.logit_bias.values()), device).to(logits_V.dtype)
     if answer.form is not None:
         logits_V.masked_fill_(~answer.form.allowed(len(logits_V)).to(device), -torch.inf)
     if answer.generated < sampling.min_tokens and (stops := ends | request.stop_ids):

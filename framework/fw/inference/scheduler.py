@@ -98,7 +98,7 @@ class Scheduler:
 
     def _least(self, answer: Answer) -> int:
         """Of a step's tokens, what those that go before leave it: prompts of many steps let short ones through beside them."""
-        return min(answer.remaining, max(1, self._options.step_tokens // _PARTS))
+        return min(answer.remaining, self._options.prompt_share, max(1, self._options.step_tokens // _PARTS))
 
     def _with_more(self, taken: list[tuple[Answer, Stretch]], left: int) -> list[tuple[Answer, Stretch]]:
         """Prompts take what was left for others who did not come."""

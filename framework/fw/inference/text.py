@@ -12,7 +12,7 @@ class AnswerText:
 
     Args:
         stops: texts that end it.
-        least: tokens before which none of them does.
+        least: tokens after which they do; what began before is text.
         skip_special_tokens: leave these out.
     """
 
@@ -40,7 +40,7 @@ class AnswerText:
         if self.stopped_by is not None:
             return ""
         text = self._held + more
-        if self._tokens >= self._least:
+        if self._tokens > self._least or not self._least:
             found = min(((at, -len(stop), stop) for stop in self._stops if (at := self._find(stop, text + ahead)) >= 0), default=None)
             if found is not None:
                 self.stopped_by, self._held = found[2], ""

@@ -104,7 +104,7 @@ def _divided(path: str | Path, recipe: InferenceRecipe, adapter: str | Path | No
         generation = found.generation
         assert generation is not None
         room = generation.kv_budget - margin
-        least = generation.token_bytes * recipe.kv_cache.kept_tokens(2, recipe.inference.prompt_share)
+        least = generation.token_bytes * recipe.kv_cache.kept_tokens(2, recipe.inference.sequence_share)
         taken_at_once = gpu is not None and not recipe.inference.budget  # whether that fits or not
         if found.fits or taken_at_once or recipe.inference.kv_budget or not generation.largest_context or room < least:
             break
@@ -284,13 +284,13 @@ def _generation(prepared: Prepared, recipe: InferenceRecipe, besides: int, budge
     token_bytes = sum(each.token_bytes for each in _models(prepared))
     sequences, context = options.max_sequences, options.max_context or prepared.own.model.context
     room = max(0, budget - besides)
-    kept = plugin.kept_tokens(context, options.prompt_share)
+    kept = plugin.kept_tokens(context, options.sequence_share)
     return Generation(
         token_bytes,
         sequences,
         context,
         room,
-        longest(plugin, context, options.prompt_share, room / token_bytes / sequences),
+        longest(plugin, context, options.sequence_share, room / token_bytes / sequences),
         int(room / token_bytes // kept),
     )
 

@@ -66,7 +66,7 @@ def longest(plugin: KVCachePlugin, most: int, step_tokens: int, room: float) -> 
 def _pieces(of: OverCache, recipe: InferenceRecipe, guesses: int) -> list[Piece]:
     options = recipe.inference
     sequences = min(options.max_sequences, options.step_tokens)
-    context = max(1, longest(recipe.kv_cache, of.context, options.prompt_share, of.kv_bytes / of.token_bytes / sequences))
+    context = max(1, longest(recipe.kv_cache, of.context, options.sequence_share, of.kv_bytes / of.token_bytes / sequences))
     length = min(max(1, options.step_tokens // sequences), context)
     start = context - length
     begins = [*range(0, start, options.prompt_share), start]
