@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import gc
 import io
 import json
 import logging
+import os
 import signal
 import subprocess
 import sys
@@ -16,6 +18,7 @@ import pytest
 from pydantic import BaseModel, ValidationError
 
 from fw.server.logs import Log, Record, ToLog
+from fw.server.writer import Writer
 from serving import PATIENCE_S
 
 SECRET = "a secret"
@@ -106,10 +109,45 @@ def test_a_log_that_cannot_be_written_ends_nothing(where):
         logging.getLogger("asyncio").error("x")
 
 
-def test_a_server_outlives_a_full_disk_of_its_log(directory):
-    with open("/dev/full", "w") as full:
-        words = [sys.executable, "-m", "fw", "serve", str(directory), "--port", "0"]
-        process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=full, text=True)
+def test_lines_that_nobody_reads_hold_up_nobody():
+    """A pipe that holds 4 KiB, and a writer that holds 100 characters more."""
+    reading, writing = os.pipe()
+    fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, 4096)
+    os.write(writing, b"x" * 4096)
+    writer = Writer(writing, lambda count: f"{count} lost\n", most=100)
+    log = Log(writer)
+    for number in range(20):
+        writer.write(f"line {number:4}\n")
+    log.line("ready")
+    with open(reading, "rb") as file:
+        assert file.read(4096) == b"x" * 4096
+        there = [f"line {number:4}\n" for number in range(10)]
+        assert [file.readline().decode() for _ in range(11)] == [*there, "11 lost\n"]
+        writer.write("later\n")
+        writer.close(PATIENCE_S)
+        os.close(writing)
+        assert file.read() == b"later\n"
+
+
+def test_a_writer_that_cannot_write_ends_nothing():
+    reading, writing = os.pipe()
+    os.close(reading)
+    writer = Writer(writing)
+    writer.write("x\n")
+    writer.close(PATIENCE_S)
+    writer.write("y\n")
+    os.close(writing)
+
+
+@pytest.mark.parametrize("kind", ["full disk", "unread pipe"])
+def test_a_server_outlives_what_its_log_goes_to(directory, kind):
+    reading, errors = (None, os.open("/dev/full", os.O_WRONLY)) if kind == "full disk" else os.pipe()
+    if reading is not None:
+        fcntl.fcntl(errors, fcntl.F_SETPIPE_SZ, 4096)
+        os.write(errors, b"x" * 4096)
+    words = [sys.executable, "-m", "fw", "serve", str(directory), "--port", "0"]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=errors, text=True)
+    os.close(errors)
     try:
         said = process.stdout.readline()
         url = said.split()[-1]
@@ -122,6 +160,8 @@ def test_a_server_outlives_a_full_disk_of_its_log(directory):
         process.kill()
         process.wait()
         process.stdout.close()
+        if reading is not None:
+            os.close(reading)
 
 
 def test_ids_of_requests(server):

@@ -15,6 +15,7 @@ from datetime import datetime, timezone
 from typing import Any, TextIO
 
 from fw.errors import describe
+from fw.server.writer import Writer
 
 
 @dataclass
@@ -56,16 +57,14 @@ class Log:
         words: whether what requests say, and what is said of that, may be in it.
     """
 
-    def __init__(self, out: TextIO | None = sys.stderr, words: bool = False) -> None:
+    def __init__(self, out: TextIO | Writer | None = sys.stderr, words: bool = False) -> None:
         self._out, self.words = out, words
 
     def line(self, event: str, **content: Any) -> None:
         """One; it is lost where it cannot be written: a full disk or a reader that has gone ends no request, and no server."""
         if self._out is not None:
-            now = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
-            text = json.dumps({"time": now, "event": event, **content}, default=str)
             with suppress(OSError, ValueError):  # the latter of a file that is closed
-                self._out.write(text + "\n")
+                self._out.write(_line(event, **content))
                 self._out.flush()
 
     def request(self, record: Record) -> None:
@@ -88,6 +87,16 @@ class Log:
     def trace(self, error: BaseException) -> str:
         """Where it was raised, and what it came from."""
         return trace(error, self.words)
+
+
+def _line(event: str, **content: Any) -> str:
+    now = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
+    return json.dumps({"time": now, "event": event, **content}, default=str) + "\n"
+
+
+def lines_lost(count: int) -> str:
+    """What stands where lines would, of which too many waited to be written."""
+    return _line("log", level="warning", message=f"{count} lines are lost: nobody has read what was written before them")
 
 
 def trace(error: BaseException, words: bool) -> str:

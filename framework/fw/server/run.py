@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import sys
-from contextlib import suppress
+from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
@@ -15,6 +15,7 @@ from fw.server.settings import Settings
 from fw.server.starting import Starting
 
 _CLOSE_S = 5
+_WRITE_S = 1
 _NEEDED = ("fastapi", "uvicorn", "httptools", "prometheus_client", "python_multipart")
 
 
@@ -44,8 +45,9 @@ def _run(settings: Settings, listening: socket.socket, starting: Starting) -> in
     import uvicorn
 
     from fw.server.connection import Connection, at_most
-    from fw.server.logs import ToLog
+    from fw.server.logs import ToLog, lines_lost
     from fw.server.service import Service
+    from fw.server.writer import Writer
 
     class Server(uvicorn.Server):
         async def serve(self, sockets: list[socket.socket] | None = None) -> None:
@@ -61,7 +63,12 @@ def _run(settings: Settings, listening: socket.socket, starting: Starting) -> in
     def stop() -> None:
         server.should_exit = True
 
-    service = Service(settings, starting, stop, _say, sys.stderr)
+    told, log = Writer(sys.stdout.fileno()), Writer(sys.stderr.fileno(), lines_lost)
+
+    def say(text: str) -> None:
+        told.write(text + "\n")
+
+    service = Service(settings, starting, stop, say, log)
     config = uvicorn.Config(
         service,
         log_config=None,
@@ -73,9 +80,12 @@ def _run(settings: Settings, listening: socket.socket, starting: Starting) -> in
     )
     server = Server(config)
     host, port = listening.getsockname()[:2]
-    _say(f"fw: serving {settings.name} at http://{f'[{host}]' if ':' in host else host}:{port}")
+    say(f"fw: serving {settings.name} at http://{f'[{host}]' if ':' in host else host}:{port}")
 
-    with ToLog(service.log):
+    with ExitStack() as stack:
+        stack.callback(log.close, _WRITE_S)
+        stack.callback(told.close, _WRITE_S)
+        stack.enter_context(ToLog(service.log))
         server.run(sockets=[listening])
     if service.failure is not None:
         raise service.failure
@@ -93,8 +103,3 @@ def _listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         raise UserError(f"serve.host, serve.port: cannot listen at {host}:{port}: {error.strerror or error}; give another") from None
     return listening
-
-
-def _say(text: str) -> None:
-    with suppress(OSError, ValueError):  # as of the log: nobody may read it any more
-        print(text, flush=True)

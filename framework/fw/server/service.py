@@ -6,7 +6,6 @@ import asyncio
 import gc
 import time
 from collections.abc import Callable
-from typing import TextIO
 
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -22,6 +21,7 @@ from fw.server.logs import Log
 from fw.server.settings import Settings
 from fw.server.starting import Starting
 from fw.server.traces import Traces, no_traces
+from fw.server.writer import Writer
 
 _POLL_S = 0.05
 _STATE = frozenset({"/", "/health", "/ready", "/version", "/metrics", "/stats"})
@@ -42,7 +42,7 @@ class Service:
     """
 
     def __init__(
-        self, settings: Settings, starting: Starting, stop: Callable[[], None], say: Callable[[str], None], errors: TextIO | None
+        self, settings: Settings, starting: Starting, stop: Callable[[], None], say: Callable[[str], None], errors: Writer | None
     ) -> None:
         self.settings = settings
         self.log = Log(errors if settings.serve.log == "json" else None, settings.serve.log_prompts)
