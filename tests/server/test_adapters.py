@@ -12,6 +12,7 @@ import fw.server.run
 import fw.server.signals
 from conftest import fw as run_fw
 from fw.cli import main
+from fw.config import ServeSection
 from fw.errors import UserError
 from fw.inference.options import Sampling
 from fw.server.api import Api
@@ -45,9 +46,10 @@ class Engine:
 
 def _served(*engines):
     """Them, ready, and what requests see of them."""
-    made = Engines(SimpleNamespace(name="tiny"), SimpleNamespace(begin=0.0, children=[]))
+    told = SimpleNamespace(name="tiny", serve=ServeSection())
+    made = Engines(told, SimpleNamespace(begin=0.0, children=[]))
     made.condition, made.tokenizer, made._engines = "ready", object(), list(engines)
-    return made, Api(SimpleNamespace(name="tiny"), made)
+    return made, Api(told, made)
 
 
 def test_an_adapter_that_one_engine_refuses_is_on_none():

@@ -42,6 +42,42 @@ def test_what_would_have_no_effect_is_refused(server, path, more, param):
         assert found.status_code == 400 and found.json()["error"]["param"] == param
 
 
+@pytest.mark.parametrize(
+    ("path", "more", "param", "says"),
+    [
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": 5}]}]}, "messages.0.content.0.text", "valid string"),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content.0.type", "should be 'text'"),
+        (CHAT, {"messages": [{"role": "user", "content": 5}]}, "messages.0.content", "valid string"),
+        (CHAT, {"tool_choice": {"type": "function", "function": {}}}, "tool_choice.function.name", "Missing required parameter"),
+        (CHAT, {"tool_choice": "maybe"}, "tool_choice", "'none', 'auto' or 'required'"),
+        (CHAT, {"stop": [1]}, "stop.0", "valid string"),
+        (CHAT, {"stop": "x", "n": "many", "seed": "x"}, "n", "valid integer"),
+        ("/v1/completions", {"prompt": [[1, "x"]]}, "prompt.0.1", "valid integer"),
+        (
+            "/v1/responses",
+            {"input": [{"role": "user", "content": [{"type": "input_text", "text": 5}]}]},
+            "input.0.content.0.text",
+            "valid str",
+        ),
+        ("/v1/responses", {"text": {"format": {"type": "json_schema", "schema": {}}}}, "text.format.name", "Missing required parameter"),
+    ],
+)
+def test_what_is_wrong_is_named_by_the_clients_words(server, path, more, param, says):
+    """Of what may have several forms, by the one that it comes nearest to."""
+    with server.client() as client:
+        found = client.post(path, json={**OF[path], **more})
+    error = found.json()["error"]
+    assert (found.status_code, error["param"]) == (400, param) and says in error["message"] and param in error["message"]
+
+
+def test_what_is_wrong_with_an_address_is_named(server):
+    with server.client() as client:
+        found = client.get("/v1/files", params={"limit": "many"})
+        assert found.status_code == 400 and found.json()["error"]["param"] == "query.limit"
+        found = client.post(CHAT, content="{", headers={"Content-Type": "application/json"})
+        assert found.status_code == 400 and "the body is no JSON: " in found.json()["error"]["message"]
+
+
 def test_what_is_so_anyway_is_taken(server):
     more = {"service_tier": "auto", "stream": True, "stream_options": {"include_obfuscation": False}}
     with server.client() as client:

@@ -254,6 +254,25 @@ def test_no_room_on_the_disk(batching, client):
     assert not [batch for batch in client.batches.list() if batch.input_file_id == file]
 
 
+def test_files_have_a_space(directory, tmp_path):
+    """Which what comes at once shares, and what is deleted gives back."""
+    with serving(directory, f"serve.files_dir={tmp_path / 'files'}", "serve.files_space=1MiB") as server:
+        client = server.openai()
+
+        def upload(size):
+            return client.files.create(file=("f", b"x" * size), purpose="batch").id
+
+        first = upload(600_000)
+        for _ in range(2):
+            with pytest.raises(openai.InternalServerError) as refused:
+                upload(600_000)
+            assert (refused.value.status_code, refused.value.code) == (507, "storage_full")
+        assert upload(300_000) and len(client.files.list().data) == 2
+        client.files.delete(first)
+        assert upload(600_000)
+        assert len(list((tmp_path / "files").glob("file-*"))) == 4, "and a record beside each"
+
+
 def test_forms_that_are_wrong(batching):
     part = '--b\r\nContent-Disposition: form-data; name="{}"{}\r\n\r\n{}\r\n'
     file, purpose = part.format("file", '; filename="f"', "x"), part.format("purpose", "", "batch")

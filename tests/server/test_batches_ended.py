@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import io
 import json
 import time
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 
 from fw.config import ServeSection
 from fw.server import batches
-from fw.server.batch_lines import Lines
+from fw.server.batch_lines import Lines, NotNow
 from fw.server.batches import Batches
 from fw.server.errors import ApiError
 from fw.server.file_schemas import Batch, FileObject, KeptBatch
@@ -143,3 +144,19 @@ def test_half_a_character_in_a_line_is_told(text):
 
 async def _read(api, line):
     Lines(api, Log(None)).read(line, calls.TEXT)
+
+
+def test_a_line_that_is_not_answered_now_has_ended(tmp_path):
+    """Its span is sent; it is no request that the log has."""
+    engines = SimpleNamespace(condition="draining", most=2, sequences=0)
+    api = SimpleNamespace(settings=SimpleNamespace(serve=ServeSection()), engines=engines, prompts=lambda prompt: [prompt])
+    out, ended = io.StringIO(), []
+    lines = Lines(api, Log(out), lambda record, headers: lambda: ended.append(record.id))
+
+    async def answer():
+        line = lines.read(json.dumps(calls.line(1, prompt="x")).encode(), calls.TEXT)
+        await lines.answer("batch", line, calls.TEXT)
+
+    with pytest.raises(NotNow):
+        asyncio.run(answer())
+    assert len(ended) == 1 and not out.getvalue()

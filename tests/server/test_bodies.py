@@ -8,7 +8,7 @@ import random
 import pytest
 from pydantic import ValidationError
 
-from fw.server.bodies import MOST_CONTAINERS, MOST_DEPTH, MOST_MEMBERS, MOST_VALUES, check_shape, parse
+from fw.server.bodies import MOST_CONTAINERS, MOST_DEPTH, MOST_MEMBERS, MOST_VALUES, check_shape, check_shapes, parse
 from fw.server.errors import ApiError
 from fw.server.response_schemas import ResponseRequest
 from fw.server.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, EmbeddingRequest
@@ -97,6 +97,23 @@ def test_as_many_values_as_may_be_are_read():
     assert parse(json.dumps(ids).encode()) == ids
     for text in ("," * 2 * MOST_VALUES, '",' * 5 * MOST_VALUES):
         assert parse(json.dumps([text, 1]).encode()) == [text, 1]
+
+
+@pytest.mark.parametrize(("body", "why"), [(b"[" + b"7," * 300_000 + b"7]", "500,000 values"), (b"[]" * 60_000, "100,000 lists")])
+def test_what_several_bring_is_counted_together(body, why):
+    check_shapes([body])
+    check_shapes([body, b'"' + body + b'"', b"[]"])  # in a string it is text
+    with pytest.raises(ApiError, match=why):
+        check_shapes([body, b"{}", body])
+
+
+def test_arguments_of_all_calls_are_counted_together(server):
+    """They are read one after another, while nobody else's answer goes on."""
+    many = json.dumps([0] * 300_000)
+    calls = [{"id": f"{n}", "type": "function", "function": {"name": "f", "arguments": many}} for n in range(2)]
+    with server.client() as client:
+        found = client.post(CHAT, json={"messages": [*HELLO, {"role": "assistant", "tool_calls": calls}], "max_tokens": 1})
+    assert found.status_code == 400 and "500,000 values" in found.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(

@@ -206,6 +206,13 @@ def test_a_stream_is_the_whole_answer_in_pieces(server, client, seed):
     assert "".join(deltas) == client.responses.create(**asked).output_text == part["text"]
 
 
+def test_a_large_answer_is_what_small_ones_are(server):
+    """More than is made and written on the event loop."""
+    found = both(server, input="begin", max_output_tokens=260, seed=1, ignore_eos=True, include=LOGPROBS, top_logprobs=20)
+    (part,) = found["output"][0]["content"]
+    assert len(part["logprobs"]) == 260 and all(len(one["top_logprobs"]) == 20 for one in part["logprobs"])
+
+
 def test_a_conversation_goes_on(client, llm):
     """What came of the first answer is given back as it is, and the model reads what a chat would have."""
     asked = {"max_output_tokens": 12, "temperature": 0}

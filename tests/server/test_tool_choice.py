@@ -93,6 +93,7 @@ REFERRING = tool(
         "first": {"$ref": "#/$defs/step"},
         "same": {"$ref": "#/properties/first"},
         "$ref": {"enum": ["#/a", {"$ref": "#/a"}]},
+        "default": {"$ref": "#/$defs/step"},
     },
     required=["first"],
     additionalProperties=False,
@@ -107,11 +108,15 @@ REFERRING = tool(
         }
     },
 )
-GOOD = '{"name": "plan", "arguments": {"first": {"what": "a", "then": {"what": "b"}}, "same": {"what": "c"}, "$ref": {"$ref": "#/a"}}}'
+GOOD = (
+    '{"name": "plan", "arguments": {"first": {"what": "a", "then": {"what": "b"}}, "same": {"what": "c"}, "$ref": {"$ref": "#/a"},'
+    ' "default": {"what": "d"}}}'
+)
 WRONG = [
     '{"name": "plan", "arguments": {"first": {"what": "a", "then": {"what": 1}}}}',
     '{"name": "plan", "arguments": {"first": {"what": "a"}, "same": 1}}',
     '{"name": "plan", "arguments": {"first": {"what": "a"}, "$ref": "b"}}',
+    '{"name": "plan", "arguments": {"first": {"what": "a"}, "default": 1}}',
     '{"name": "plan", "arguments": {}}',
     '{"name": "plant", "arguments": {"first": {"what": "a"}}}',
     '{"name": "get_weather", "arguments": {"first": {"what": "a"}}}',

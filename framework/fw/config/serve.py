@@ -15,6 +15,7 @@ _ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/\s\[\],*]+|[a-z][a-z0-9+.-
 
 _LEAST = {
     "replicas": 1,
+    "max_adapters": 1,
     "max_queue": 0,
     "max_prompt_tokens": 1,
     "max_n": 1,
@@ -37,6 +38,8 @@ class ServeSection:
     """Adapters that requests may ask for as their model, NAME=DIR each."""
     adapters_dir: str = ""
     """Directory within which adapters may be loaded while the server runs, by /v1/load_lora_adapter. Empty for none."""
+    max_adapters: int = 64
+    """Beside the model at a time; each takes its memory."""
     name: str = ""
     """By which requests ask for the model; empty for the name of its directory."""
     host: str = "127.0.0.1"
@@ -72,6 +75,8 @@ class ServeSection:
     """Seconds that running requests have to end after SIGTERM."""
     files_dir: str = ""
     """Where files of batches are kept; empty for a directory that is gone with the server."""
+    files_space: str = "64GiB"
+    """For all of them; whoever brings more then is refused, with 507, until some are deleted."""
     tools: Literal["auto", "none", "hermes", "llama", "mistral", "qwen3_coder", "pythonic"] = "auto"
     """How the model writes calls of functions; `auto` for what its chat template says."""
     log: Literal["json", "none"] = "json"
@@ -90,6 +95,10 @@ class ServeSection:
             raise UserError(f"serve.port: {self.port} is no port; there are 1 to 65535, and 0 for any")
         if parse_size(self.max_body) < 1024:
             raise UserError(f"serve.max_body: {self.max_body} holds no request; give 1KiB at least")
+        if parse_size(self.files_space) < 0:
+            raise UserError(f"serve.files_space: {self.files_space} is less than nothing")
+        if len(self.adapters) > self.max_adapters:
+            raise UserError(f"serve.adapters: {len(self.adapters)} are more than serve.max_adapters, {self.max_adapters}; set that as well")
         for text in self.adapters:
             name, _, directory = text.partition("=")
             if not (name and directory):

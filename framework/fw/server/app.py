@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -183,19 +183,42 @@ def _handle_errors(app: FastAPI) -> None:
 
 def _invalid(error: RequestValidationError) -> ApiError:
     """The first thing that is wrong with a body, in words."""
-    first = error.errors()[0]
-    place = [str(part) for part in first["loc"]]
-    place = place[place[:1] == ["body"] :]
+    errors = error.errors()
+    first = errors[0]
+    place, branch = _place(first, error.body)
+    if branch is not None:  # of several forms that it may have, what is wrong by the one that it comes nearest to
+        for each in errors[1:]:
+            found, other = _place(each, error.body)
+            if other == branch and found[:branch] == place[:branch] and len(found) > len(place):
+                first, place = each, found
     param = ".".join(place) or None
-    if not place and not isinstance(error.body, dict | None):
-        return ApiError(400, "the body is no JSON object; send one, with the header Content-Type: application/json", "invalid_json")
     if first["type"] == "json_invalid":
         return ApiError(400, f"the body is no JSON: {first.get('ctx', {}).get('error', first['msg'])}", "invalid_json")
+    if not place and not isinstance(error.body, dict | None):
+        return ApiError(400, "the body is no JSON object; send one, with the header Content-Type: application/json", "invalid_json")
     if first["type"] == "extra_forbidden":
         return ApiError(400, f"Unrecognized request argument supplied: {shown(param or '')}", "unknown_parameter", param)
     if first["type"] == "missing" and param is not None:
         return ApiError(400, f"Missing required parameter: '{param}'", "missing_required_parameter", param)
     return ApiError(400, f"{param or 'the body'}: {first['msg']}", "invalid_value", param)
+
+
+def _place(error: Mapping[str, Any], body: Any) -> tuple[list[str], int | None]:
+    """The field that is meant by where pydantic found something, and at which of its parts the first name of one of several forms stands,
+    which are not the client's words; None where there is none."""
+    of, *where = error["loc"]
+    if of != "body":  # but the address
+        return [of, *map(str, where)], None
+    place: list[str] = []
+    branch = None
+    for at, part in enumerate(where):
+        if part in (body if isinstance(body, Mapping) else range(len(body)) if isinstance(body, list) else ()):
+            body = body[part]
+        elif error["type"] != "missing" or at < len(where) - 1:
+            branch = at if branch is None else branch
+            continue
+        place.append(str(part))
+    return place, branch
 
 
 def _document(app: FastAPI) -> None:

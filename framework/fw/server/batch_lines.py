@@ -142,7 +142,8 @@ class Lines:
             failed = ApiError(500, "the server has failed; its log says how, by the request's id", "internal_error")
             record.status = failed.status
             told = told_of(line, record, failed.body())
-        end()
+        finally:  # also of one that is not answered now
+            end()
         self._log.request(record)
         return record.status == 200, told
 

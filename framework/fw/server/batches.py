@@ -15,6 +15,7 @@ from fastapi import FastAPI, Query
 from fastapi.exceptions import RequestValidationError
 from starlette.responses import JSONResponse, Response
 
+from fw.config import parse_size
 from fw.server.api import Api
 from fw.server.batch_lines import Lines
 from fw.server.batch_run import ANSWERING, UNFINISHED, Run
@@ -41,7 +42,8 @@ class Batches:
     def __init__(self, api: Api, log: Log, trace: Trace = no_traces) -> None:
         self._api, self._log = api, log
         self._storage = Storage(api.settings.serve.files_dir)
-        self.files, self.lines = Files(self._storage), Lines(api, log, trace)
+        self.files = Files(self._storage, parse_size(api.settings.serve.files_space))
+        self.lines = Lines(api, log, trace)
         self._kept = self._storage.records(KeptBatch, BATCH)
         unfinished = [kept for kept in self._kept.values() if kept.batch.status in UNFINISHED]
         going_on = {id for kept in unfinished for id in (kept.output, kept.failed)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from math import isfinite
 from typing import Any
 
@@ -70,21 +70,50 @@ def check_shape(body: bytes) -> None:
         ApiError: it is too deep, or has too many lists, objects or values.
     """
     # Nearly always there are so few of each, within strings and outside, that nothing can be too much.
-    if body.count(b"[") + body.count(b"{") <= MOST_DEPTH and body.count(b",") < MOST_VALUES:
+    if _containers(body) <= MOST_DEPTH and _values(body) <= MOST_VALUES:
         return
     if body.count(b'"') - body.count(rb"\"") > 4 * MOST_VALUES:  # two of each string, of which an object's members have two
         raise _too_many_values()
-    # Without strings, in which brackets mean nothing; a string ends at the first quotation mark that is left when escapes are gone.
-    bare = _STRING.sub(b"", body.replace(rb"\\", b"").replace(rb"\"", b""))
-    if bare.count(b"[") + bare.count(b"{") > MOST_CONTAINERS:
+    bare = _bare(body)
+    if _containers(bare) > MOST_CONTAINERS:
         raise _refused(f"it has more than {MOST_CONTAINERS:,} lists and objects")
-    if bare.count(b",") >= MOST_VALUES:
+    if _values(bare) > MOST_VALUES:
         raise _too_many_values()
     depth = 0
     for bracket in bare.translate(None, _NO_BRACKETS):
         depth += 1 if bracket in b"[{" else -1
         if depth > MOST_DEPTH:
             raise _refused(f"it is more than {MOST_DEPTH} lists and objects deep")
+
+
+def check_shapes(bodies: Sequence[bytes]) -> None:
+    """Likewise of several that one request brings: they have no more in all than one may.
+
+    Raises:
+        ApiError: one of them cannot be read so, or they have too much together.
+    """
+    for body in bodies:
+        check_shape(body)
+    containers, values = (sum(map(count, bodies)) for count in (_containers, _values))
+    if containers > MOST_CONTAINERS or values > MOST_VALUES:  # in strings or outside
+        bare = list(map(_bare, bodies))
+        if sum(map(_containers, bare)) > MOST_CONTAINERS:
+            raise _refused(f"it has more than {MOST_CONTAINERS:,} lists and objects")
+        if sum(map(_values, bare)) > MOST_VALUES:
+            raise _too_many_values()
+
+
+def _containers(body: bytes) -> int:
+    return body.count(b"[") + body.count(b"{")
+
+
+def _values(body: bytes) -> int:
+    return body.count(b",") + 1
+
+
+def _bare(body: bytes) -> bytes:
+    """Without strings, in which brackets mean nothing; a string ends at the first quotation mark that is left when escapes are gone."""
+    return _STRING.sub(b"", body.replace(rb"\\", b"").replace(rb"\"", b""))
 
 
 def _too_many_values() -> ApiError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,7 +15,7 @@ from fw.inference.openai import CHAT, Asked, chat_logprobs, choice, head, plain,
 from fw.inference.results import Completion, Delta, Result
 from fw.server import tool_calls
 from fw.server.api import Api, Begun
-from fw.server.bodies import check_shape
+from fw.server.bodies import check_shapes
 from fw.server.engine import Ticket
 from fw.server.errors import shown, wrong
 from fw.server.schemas import ChatRequest, Message, NamedTool, Tool
@@ -153,7 +153,9 @@ async def conversation(api: Api, messages: Sequence[Message], tools: Sequence[To
         variables.setdefault("reasoning_effort", effort)
     goes_on = bool(getattr(body, "continue_final_message", None))
     begins = body.add_generation_prompt if body.add_generation_prompt is not None else not goes_on
-    plain = [_plain(message) for message in messages]
+    told = [message.model_dump(exclude_none=True) for message in messages]
+    check_shapes([arguments.encode(errors="replace") for message in told for arguments in _arguments(message)])
+    plain = [_plain(message) for message in told]
     functions = [tool.model_dump(exclude_none=True) for tool in tools] if tools else None
 
     def written() -> str:
@@ -180,14 +182,17 @@ async def conversation(api: Api, messages: Sequence[Message], tools: Sequence[To
     return found
 
 
-def _plain(message: Message) -> dict[str, Any]:
-    """As templates expect it."""
-    told = message.model_dump(exclude_none=True)
-    for call in told.get("tool_calls", ()):
+def _arguments(message: Mapping[str, Any]) -> Iterator[str]:
+    """Of functions that it calls, in JSON."""
+    for call in message.get("tool_calls", ()):
         if isinstance(function := call.get("function"), dict) and isinstance(arguments := function.get("arguments"), str):
-            check_shape(arguments.encode(errors="replace"))
+            yield arguments
+
+
+def _plain(message: dict[str, Any]) -> dict[str, Any]:
+    """As templates expect it."""
     try:
-        return plain(told)
+        return plain(message)
     except UserError as error:
         raise wrong(str(error), "messages") from None
 

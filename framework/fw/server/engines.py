@@ -220,6 +220,8 @@ class Engines:
             self.check_open()
             if name in (self._settings.name, *self.adapters):
                 raise wrong(f"there is a model '{name}' already; give another name, or unload it first", "lora_name")
+            if len(self.adapters) >= (most := self._settings.serve.max_adapters):
+                raise wrong(f"there are {most} adapters, and there may be no more (serve.max_adapters); unload one first", "lora_name")
             loaded: list[EngineProcess] = []
             for engine in self._engines:
                 done = await engine.change(LoadAdapter(uuid.uuid4().hex, name, directory))

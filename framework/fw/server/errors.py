@@ -36,6 +36,8 @@ class ApiError(FwError):
     def headers(self) -> dict[str, str]:
         """That go with it."""
         headers = {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
+        if self.status == 408:  # which OpenAI's clients would ask for again by themselves, to take as long
+            headers["X-Should-Retry"] = "false"
         return {**headers, "WWW-Authenticate": "Bearer"} if self.status == 401 else headers
 
 

@@ -27,12 +27,16 @@ _T = TypeVar("_T", FileObject, Batch)
 class Files:
     """All that there are.
 
+    Args:
+        space: bytes that they may take; those that batches write are not refused, and count.
+
     Attributes:
         needed: whether a file may not be deleted yet.
     """
 
-    def __init__(self, storage: Storage) -> None:
-        self._storage = storage
+    def __init__(self, storage: Storage, space: int) -> None:
+        self._storage, self._space = storage, space
+        self._coming = 0
         self.known = storage.records(FileObject, FILE)
         self.needed: Callable[[str], bool] = lambda id: False
 
@@ -58,10 +62,14 @@ class Files:
             Gone: it does not come as a whole.
         """
         form, id = Form(request.headers.get("content-type", "")), new_id(FILE)
+        come, kept = 0, sum(told.bytes for told in self.known.values())
         try:
             with self._storage.create(id) as out:
                 async for piece in request.stream():
                     form.read(piece)
+                    come, self._coming = come + len(piece), self._coming + len(piece)
+                    if self._coming + kept > self._space:
+                        raise ApiError(507, "the server's space for files is taken (serve.files_space); delete some", "storage_full")
                     if len(form.content) >= _PIECE:
                         await undivided(asyncio.to_thread(out.write, form.taken()))
                 await undivided(asyncio.to_thread(out.write, form.taken()))
@@ -74,6 +82,7 @@ class Files:
             self._storage.remove(id)
             raise no_room(error) from None
         finally:
+            self._coming -= come
             self._storage.discard(id)
 
     async def keep(self, id: str, name: str, purpose: Literal["batch", "batch_output"]) -> FileObject:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from itertools import count
 from multiprocessing.connection import Pipe
-from queue import SimpleQueue
+from queue import PriorityQueue
 
 from fw.inference.adapters import Adapter
 from fw.inference.structure import Form, Structure
@@ -16,7 +17,7 @@ Asked = tuple[Add, Adapter | None]
 
 
 class Forming:
-    """Makes them in a thread, one after another.
+    """Makes them in a thread, one after another; those of requests that go before others first.
 
     Attributes:
         ready: can be read, a message for each, when :meth:`made` has something to give.
@@ -24,7 +25,8 @@ class Forming:
 
     def __init__(self, structure: Structure) -> None:
         self._structure = structure
-        self._asked: SimpleQueue[Asked] = SimpleQueue()
+        self._asked: PriorityQueue[tuple[int, int, Asked]] = PriorityQueue()
+        self._numbers = count()
         self._made: deque[tuple[Asked, Form | Exception | None]] = deque()
         self._wanted: set[str] = set()
         self.ready, self._done = Pipe(duplex=False)
@@ -37,7 +39,7 @@ class Forming:
     def ask(self, add: Add, adapter: Adapter | None = None) -> None:
         """For a request's form."""
         self._wanted.add(add.key)
-        self._asked.put((add, adapter))
+        self._asked.put((add.priority, next(self._numbers), (add, adapter)))
 
     def leave(self, key: str) -> None:
         """It is not wanted any more; one that is not known is none."""
@@ -54,7 +56,7 @@ class Forming:
 
     def _work(self) -> None:
         while True:
-            asked = self._asked.get()
+            _, _, asked = self._asked.get()
             add = asked[0]
             try:
                 found: Form | Exception | None = self._structure.form(add.sampling) if add.key in self._wanted else None

@@ -13,19 +13,21 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from fw.inference.openai import chat_logprobs, choice, usage
 from fw.inference.results import Delta, Result
-from fw.server import chat
+from fw.server import chat, large
 from fw.server.api import Api, Begun
 from fw.server.errors import ApiError, wrong
 from fw.server.response_schemas import Content as Parts, FunctionCall, InputMessage, NamedFunctionTool, Refusal, ResponseRequest, SchemaForm
 from fw.server.schemas import ChatRequest
+from fw.server.storage import undivided
 from fw.server.streaming import event
 from fw.server.tool_calls import Call, Content, Piece
 
@@ -53,6 +55,8 @@ _SAME = (
 """Fields that chats have by these names, too."""
 _TOLD = ("instructions", "max_output_tokens", "user", "safety_identifier", "prompt_cache_key")
 """Fields that the answer repeats as they are."""
+_LARGE = 200
+"""Tokens with log-probabilities, each of up to 21, that an event has."""
 _TOOL = re.compile(r"^(tools\[\d+\])\.function\b")
 
 
@@ -61,12 +65,14 @@ class Answer:
 
     Args:
         head: what is known of it from the beginning.
+        streams: there are events; of what is asked for as a whole there are none.
 
     Attributes:
         body: as the last event that has one told it.
     """
 
-    def __init__(self, head: Mapping[str, Any]) -> None:
+    def __init__(self, head: Mapping[str, Any], streams: bool = True) -> None:
+        self._streams = streams
         self._id = uuid.uuid4().hex
         self._head = {"id": f"resp_{self._id}", "object": "response", "created_at": int(time.time()), **head}
         self._output: list[dict[str, Any]] = []
@@ -156,8 +162,10 @@ class Answer:
         return {"item_id": self._message["id"], "output_index": len(self._output) - 1, "content_index": 0}
 
     def _tell(self, kind: str, **content: Any) -> bytes:
+        if not self._streams:
+            return b""
         number, self._told = self._told, self._told + 1
-        return event({"type": kind, "sequence_number": number, **content}, kind)
+        return event({"type": kind, "sequence_number": number, **content}, kind, len(self._logprobs) > _LARGE)
 
 
 def _part(text: str, logprobs: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -188,7 +196,7 @@ async def begin(api: Api, body: ResponseRequest, priority: int = 0) -> BegunResp
         raise _in_its_words(error) from None
     sampling = asked.of.sampling
     head |= {"model": asked.name, "temperature": sampling.temperature, "top_p": sampling.top_p if body.top_p is None else body.top_p}
-    answer = Answer(head)
+    answer = Answer(head, bool(body.stream))
     stream = Stream(api, asked, answer)
     return BegunResponse([asked.ticket], lambda results: _whole(api, asked, answer, results[0]), stream.events, stream.failed)
 
@@ -205,7 +213,7 @@ def register(app: FastAPI, api: Api, told: dict[int | str, dict[str, Any]]) -> N
         begun = await begin(api, body)
         if body.stream:
             return api.streamed(begun.events(), begun.tickets, begun.failed)
-        return JSONResponse(begun.whole(await api.answers(request, begun.tickets)))
+        return await large.response(begun.whole, await api.answers(request, begun.tickets))
 
 
 def _head(body: ResponseRequest) -> dict[str, Any]:
@@ -301,8 +309,12 @@ def _whole(api: Api, asked: chat.Chat, answer: Answer, result: Result) -> dict[s
     pieces: Sequence[Piece] = [Content(completion.text)] if asked.tools is None else asked.tools.reader().push(completion.text, last=True)
     logprobs = choice(api, asked.of, result, completion)["logprobs"]
     _tell(answer, pieces, logprobs["content"] if logprobs else ())
-    answer.finish(completion.finish_reason == "stop", _usage(result))
+    _finish(answer, result)
     return answer.body
+
+
+def _finish(answer: Answer, result: Result) -> list[bytes]:
+    return answer.finish(result.completions[0].finish_reason == "stop", _usage(result))
 
 
 class Stream:
@@ -333,7 +345,7 @@ class Stream:
                         logprobs = chat_logprobs(api, [chat.told_of(each)]) if wants and each.token is not None else ()
                         self._unsent += _tell(answer, pieces, logprobs)
                     else:
-                        self._unsent += answer.finish(each.completions[0].finish_reason == "stop", _usage(each))
+                        self._unsent += await undivided(large.beside([each], partial(_finish, answer, each)))
                     while self._unsent:
                         yield self._unsent[0]
                         self._unsent.popleft()

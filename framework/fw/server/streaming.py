@@ -11,16 +11,18 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from fw.server import large
 from fw.server.errors import ApiError
 from fw.server.watching import Gone, while_there
 
 DONE = b"data: [DONE]\n\n"
 _PATIENCE_S = 1.0
+_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
-def event(content: Mapping[str, Any], name: str | None = None) -> bytes:
+def event(content: Mapping[str, Any], name: str | None = None, is_large: bool = False) -> bytes:
     """One, of JSON; with a name, as some interfaces have it."""
-    data = json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
+    data = large.written(content) if is_large else _encode(content).encode("utf-8", "replace")
     return (b"" if name is None else f"event: {name}\n".encode()) + b"data: " + data + b"\n\n"
 
 

@@ -27,6 +27,8 @@ _WAITING = 200
 """Characters of white space; where a model writes nothing else without end, it shall be seen, and cost what other text does."""
 _NOT_SCHEMAS = ("const", "enum", "default", "examples")
 """Keywords of JSON schema with plain data under them."""
+_OF_NAMES = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
+"""And with schemas under names that are anybody's."""
 _DEPTH = 100
 """Of a schema: the prompt, the grammar and the log all go through it by recursion."""
 
@@ -235,7 +237,12 @@ def _moved(schema: Any, place: str) -> Any:
         return [_moved(each, place) for each in schema]
     if not isinstance(schema, Mapping):
         return schema
-    moved = {key: value if key in _NOT_SCHEMAS else _moved(value, place) for key, value in schema.items()}
+    moved = dict[str, Any]()
+    for key, value in schema.items():
+        if key in _OF_NAMES and isinstance(value, Mapping):
+            moved[key] = {name: _moved(each, place) for name, each in value.items()}
+        else:
+            moved[key] = value if key in _NOT_SCHEMAS else _moved(value, place)
     if isinstance(reference := schema.get("$ref"), str) and reference.startswith("#"):
         moved["$ref"] = place + reference[1:]
     return moved
