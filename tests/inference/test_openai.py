@@ -72,7 +72,7 @@ BYTES = _tokenizer(["<unk>", "<|im_start|>", "<|im_end|>", "ĠHello", "Ġbig", "
 def _offsets(tokenizer, tokens, skip=True, prompt=(), given=None):
     """Of an answer, after a prompt of other tokens; the text that is returned, and where each token stands."""
     ids, before = ([tokenizer.token_to_id(word) for word in words] for words in (tokens, prompt))
-    stream = TextStream(tokenizer, skip_special_tokens=skip)
+    stream = TextStream(tokenizer, skip_special_tokens=skip, after=before)
     text = "".join([*map(stream.push, ids), stream.finish()])
     completion = Completion(0, text, ids, [0.0] * len(ids), [], "stop")
     result = Result("key", before, [completion], [0.0] * (len(before) - 1), [], 0)
@@ -87,10 +87,10 @@ def _offsets(tokenizer, tokens, skip=True, prompt=(), given=None):
         (PIECES, {"tokens": ["▁Hello", "▁big", "▁world"]}, "Hello big world", [0, 5, 9]),
         (PIECES, {"tokens": ["▁Hello", "</s>", "▁big"], "skip": False}, "Hello</s> big", [0, 5, 9]),
         (PIECES, {"tokens": ["▁Hello", "</s>", "▁big"]}, "Hello big", [0, 5, 5]),
-        (PIECES, {"tokens": ["▁big"], "prompt": ["<s>", "▁Hello", "▁big"]}, "Hello bigbig", [0, 0, 5, 9]),
-        (PIECES, {"tokens": ["▁big"], "prompt": ["<s>", "▁Hello", "▁big"], "given": "Hello big"}, "Hello bigbig", [0, 0, 5, 9]),
-        (PIECES, {"tokens": ["▁big"], "prompt": ["<s>", "▁Hello", "▁big"], "given": "<s>Hello big"}, "<s>Hello bigbig", [0, 3, 8, 12]),
-        (PIECES, {"tokens": ["▁big"], "prompt": ["<s>", "▁", "▁Hello"], "given": " Hello"}, " Hellobig", [0, 0, 0, 6]),
+        (PIECES, {"tokens": ["▁big"], "prompt": ["<s>", "▁Hello", "▁big"]}, "Hello big big", [0, 0, 5, 9]),
+        (PIECES, {"tokens": ["▁big"], "prompt": ["<s>", "▁Hello", "▁big"], "given": "Hello big"}, "Hello big big", [0, 0, 5, 9]),
+        (PIECES, {"tokens": ["▁big"], "prompt": ["<s>", "▁Hello", "▁big"], "given": "<s>Hello big"}, "<s>Hello big big", [0, 3, 8, 12]),
+        (PIECES, {"tokens": ["▁big"], "prompt": ["<s>", "▁", "▁Hello"], "given": " Hello"}, " Hello big", [0, 0, 0, 6]),
         (BYTES, {"tokens": ["<|im_start|>", "ĠHello", "Ġbig"], "skip": False}, "<|im_start|> Hello big", [0, 12, 18]),
         (BYTES, {"tokens": ["<|im_start|>", "ĠHello", "Ġbig"]}, " Hello big", [0, 0, 6]),
         (BYTES, {"tokens": ["Ã", "©", "Ġbig"], "prompt": ["Hello", "Ã"]}, "Hello\ufffdé big", [0, 5, 6, 6, 7]),

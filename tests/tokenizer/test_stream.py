@@ -55,6 +55,21 @@ def test_pieces_of_any_ids_are_their_text(tokenizer, skip):
         check(tokenizer, [chance.randrange(tokenizer.vocab_size) for _ in range(chance.randint(0, 25))], skip)
 
 
+@pytest.mark.parametrize("skip", [True, False])
+def test_pieces_after_others_are_the_rest_of_the_text(tokenizer, skip):
+    """Wherever a text is cut, but for within a character."""
+    cuts = 0
+    for text in TEXTS:
+        ids = tokenizer.encode(text)
+        whole = tokenizer.decode(ids, skip_special_tokens=skip)
+        for at in range(len(ids)):
+            before = tokenizer.decode(ids[:at], skip_special_tokens=skip)
+            if REPLACEMENT not in before and whole.startswith(before) and not tokenizer.id_to_token(ids[at]).startswith("<0x"):
+                assert before + "".join(pieces(tokenizer, ids[at:], skip_special_tokens=skip, after=ids[:at])) == whole
+                cuts += 1
+    assert cuts > 50
+
+
 def test_no_half_characters_and_no_needless_waiting(tokenizer):
     text = "漢字かな👩‍👩‍👧‍👦 e\u0301 مرحبا "
     ids = tokenizer.encode(text)

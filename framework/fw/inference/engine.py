@@ -301,7 +301,8 @@ class Engine:
                 generator.manual_seed(hash((sampling.seed, index)) % (1 << 63))
         answer = Answer(request, next(self._numbers), index, list(request.prompt), generator)
         answer.form = None if request.form is None else request.form.copy()
-        self._texts[answer.number] = AnswerText(self._tokenizer, sampling.stop, sampling.min_tokens, sampling.skip_special_tokens)
+        wanted = sampling.stop, sampling.min_tokens, sampling.skip_special_tokens
+        self._texts[answer.number] = AnswerText(self._tokenizer, *wanted, after=request.prompt)
         request.answers.append(answer)
         return answer
 

@@ -209,7 +209,7 @@ def choice(model: Model, of: Asked, result: Result, completion: Completion) -> d
     text = before + completion.text
     if not wanted:
         return {**common, "text": text, "logprobs": None}
-    own = Offsets(model.tokenizer, of.sampling.skip_special_tokens, len(before))
+    own = Offsets(model.tokenizer, of.sampling.skip_special_tokens, len(before), result.prompt_token_ids)
     offsets = [own.next(token) for token, _, _ in tokens]
     if of.echo:
         of_prompt = _OffsetsIn(model.tokenizer, of.prompt) if isinstance(of.prompt, str) else Offsets(model.tokenizer)
@@ -251,10 +251,11 @@ class Offsets:
     Args:
         skip_special_tokens: the text is without them.
         begin: where it begins, in characters.
+        after: tokens before it, with which it is one text.
     """
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True, begin: int = 0) -> None:
-        self._stream = TextStream(tokenizer, skip_special_tokens=skip_special_tokens)
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True, begin: int = 0, after: Sequence[int] = ()) -> None:
+        self._stream = TextStream(tokenizer, skip_special_tokens=skip_special_tokens, after=after)
         self._at = begin
 
     def next(self, token: int) -> int:

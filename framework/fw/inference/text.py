@@ -14,10 +14,13 @@ class AnswerText:
         stops: texts that end it.
         least: tokens after which they do; what began before is text.
         skip_special_tokens: leave these out.
+        after: the prompt, with which it is one text.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str], least: int, skip_special_tokens: bool = True) -> None:
-        self._stream = TextStream(tokenizer, skip_special_tokens=skip_special_tokens)
+    def __init__(
+        self, tokenizer: Tokenizer, stops: Sequence[str], least: int, skip_special_tokens: bool = True, after: Sequence[int] = ()
+    ) -> None:
+        self._stream = TextStream(tokenizer, skip_special_tokens=skip_special_tokens, after=after)
         self._stops, self._least = stops, least
         self._tokens = 0
         self._held = ""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
@@ -77,7 +76,7 @@ async def _events(
     # Which answers are given, and what is known of the prompt, is known in the end.
     late = first.sampling.drawn > n or (first.echo and wants)
     begun: set[int] = set()
-    offsets: defaultdict[int, Offsets] = defaultdict(lambda: Offsets(api.tokenizer, first.sampling.skip_special_tokens))
+    offsets: dict[int, Offsets] = {}
     results: list[Result] = []
 
     def one(index: int, text: str, logprobs: Any, reason: str | None) -> bytes:
@@ -103,6 +102,8 @@ async def _events(
                 if index not in begun and of.echo:
                     yield one(index, echoed(api, of, ids[number]), None, None)
                 begun.add(index)
+                if index not in offsets:
+                    offsets[index] = Offsets(api.tokenizer, of.sampling.skip_special_tokens, after=ids[number])
                 logprobs = _logprobs(api, each, offsets[index]) if wants else None
                 if each.text or each.finish_reason or logprobs:
                     yield one(index, each.text, logprobs, each.finish_reason)

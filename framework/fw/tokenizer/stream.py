@@ -36,15 +36,20 @@ class TextStream:
     Args:
         tokenizer: whose ids.
         skip_special_tokens: leave special tokens out.
+        after: ids that are before these in one text. What is done to its beginning alone, as a space that is taken away, is not done to
+            these then, unless all before them are left out.
 
     Raises:
         UserError: the tokenizer's decoder has a step that cannot be done piece by piece.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = False) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = False, after: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
         self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
         self._steps = _steps(tokenizer.decoder_state)
+        if any(token not in self._skipped for token in after):
+            for step in self._steps:
+                step.go_on()
 
     def push(self, ids: int | Sequence[int] | Tensor) -> str:
         """Text that one or more further ids complete; often empty."""
@@ -108,6 +113,9 @@ class _Step(ABC):
     def finish(self) -> list[str]:
         """What was held back; then begin anew."""
         return []
+
+    def go_on(self) -> None:  # noqa: B027 - most treat a beginning as the rest
+        """What comes next is no beginning."""
 
 
 class _Bytes(_Step):
@@ -212,6 +220,9 @@ class _Metaspace(_Step):
         self._first = True
         return []
 
+    def go_on(self) -> None:
+        self._first = False
+
 
 class _StripTokens(_Step):
     """Up to a number of characters off both ends of each token."""
@@ -248,6 +259,9 @@ class _StripText(_Step):
         self._left = self._count
         return []
 
+    def go_on(self) -> None:
+        self._left = 0
+
 
 class _Spaced(_Step):
     """No decoder at all: tokens with a space between."""
@@ -263,6 +277,9 @@ class _Spaced(_Step):
     def finish(self) -> list[str]:
         self._first = True
         return []
+
+    def go_on(self) -> None:
+        self._first = False
 
 
 @lru_cache(maxsize=4)
