@@ -68,6 +68,7 @@ NONE_OF = {
     "planning/test_beginning.py::test_a_budget_changes_what_is_chosen",
     "planning/test_beginning.py::test_pretraining_a_preset_on_a_gpu_that_is_not_here",
     "planning/test_fit.py::test_under_torchrun_the_first_rank_decides_for_all",
+    "plugins/test_narrow.py::test_a_compiled_run_is_the_same_in_fewer_bytes",
     "plugins/test_datasets.py::test_a_streaming_run_that_was_interrupted_goes_on_as_if_it_was_not",
     "testing/test_tutorial.py::test_every_block_runs",
 }

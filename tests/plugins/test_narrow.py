@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -53,6 +54,65 @@ def test_what_is_used_twice_is_added_up_in_the_weights_own_dtype(again: bool) ->
         torch.testing.assert_close(own, expected, rtol=1e-6, atol=1e-6)
 
 
+class _Block(nn.Module):
+    """Two layers, one of which it may use twice; beside them what is none."""
+
+    def __init__(self, twice: bool) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(24, 40, bias=False), nn.Linear(40, 24)
+        self.norm, self.twice = nn.RMSNorm(24), twice
+
+    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
+        hidden_TH = torch.nn.functional.silu(self.up(self.norm(x_TD)))
+        return x_TD + self.down(hidden_TH) + (self.down(hidden_TH * 2) if self.twice else 0)
+
+
+def of_block(kept: str, backend: str, again: bool, twice: bool, calls: int = 1) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    torch.compiler.reset()
+    block = _Block(twice)
+    block.compile(backend=backend)
+    model = SimpleNamespace(blocks=[block])
+    if kept == "narrow":
+        narrow.narrow(model)
+        block._compiled_call_impl.begin()
+    x_TD = torch.randn(7, 24, requires_grad=True)
+    y_TD = x_TD
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+        for _ in range(calls):
+            y_TD = checkpoint(block, y_TD, use_reentrant=False) if again else block(y_TD)
+    (y_TD.float() ** 2).sum().backward()
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        assert block(x_TD).shape == x_TD.shape
+    assert "weight" not in block.up.__dict__ and sum(1 for _ in block.parameters()) == 4
+    return {"x": x_TD.grad, **{name: p.grad for name, p in block.named_parameters()}}
+
+
+@pytest.mark.parametrize(
+    ("backend", "again", "twice"),
+    [
+        ("inductor", False, False),
+        *((name, *case) for name in ("eager", "aot_eager") for case in ((False, False), (True, False), (False, True))),
+    ],
+)
+def test_gradients_of_compiled_blocks_are_autocasts_in_half_of_the_bytes(backend: str, again: bool, twice: bool) -> None:
+    """A layer that is used twice within one call has the graph's sum, which is in 16 bits."""
+    ours, theirs = (of_block(kept, backend, again, twice) for kept in ("narrow", "wide"))
+    assert {name for name, grad in ours.items() if grad.dtype == torch.bfloat16} == {"up.weight", "down.weight"}
+    for name, grad in ours.items():
+        if twice:
+            torch.testing.assert_close(grad.float(), theirs[name], rtol=0.02, atol=0.02)
+        else:
+            assert torch.equal(grad.float(), theirs[name]), name
+
+
+def test_a_compiled_block_that_is_called_twice_adds_up_in_the_weights_own_dtype() -> None:
+    ours, theirs = (of_block(kept, "aot_eager", False, False, calls=2) for kept in ("narrow", "wide"))
+    assert all(grad.dtype == torch.float32 for grad in ours.values())
+    for name, grad in ours.items():
+        torch.testing.assert_close(grad, theirs[name], rtol=1e-6, atol=1e-6)
+
+
 def test_gradients_of_gradients() -> None:
     found = []
     for kind in (NarrowLinear, nn.Linear):
@@ -71,10 +131,11 @@ def test_outside_of_autocast_and_without_gradients_it_is_a_linear_layer() -> Non
     layer = nn.Linear(8, 4)
     plain = layer(torch.ones(2, 8))
     layer.__class__ = NarrowLinear
+    layer.begin()
     assert torch.equal(layer(torch.ones(2, 8)), plain)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         layer(torch.ones(2, 8))
-    assert layer.uses == 0
+    assert layer.uses.count == 0
 
 
 @pytest.mark.parametrize("by_kernel", [True, False])
@@ -102,16 +163,25 @@ ONE = ["precision=bf16", "train.micro_batch_size=8", "train.max_steps=6"]
 
 
 def test_a_run_is_the_same_in_fewer_bytes(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _check_run(monkeypatch)
+
+
+def test_a_compiled_run_is_the_same_in_fewer_bytes(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _check_run(monkeypatch, "train.compile=true")
+
+
+def _check_run(monkeypatch: pytest.MonkeyPatch, *words: str) -> None:
     for name, fits in (("narrow", narrow.fits), ("wide", lambda spec: False)):
         monkeypatch.setattr(narrow, "fits", fits)
-        assert main(["train", "tiny.yaml", *ONE, f"train.run_dir={name}"]) == 0
+        assert main(["train", "tiny.yaml", *ONE, *words, f"train.run_dir={name}"]) == 0
     assert column("narrow", "loss") == column("wide", "loss")
     assert column("narrow", "grad_norm") == pytest.approx(column("wide", "grad_norm"), rel=1e-12)
 
 
-def test_a_plan_knows(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("words", [[], ["train.compile=true"]])
+def test_a_plan_knows(workspace: Path, monkeypatch: pytest.MonkeyPatch, words: list[str]) -> None:
     def gradients_of() -> int:
-        document = plan("tiny.yaml", *ONE)
+        document = plan("tiny.yaml", *ONE, *words)
         return document.per_rank[0].most["gradients"]
 
     narrow_bytes = gradients_of()
