@@ -114,29 +114,43 @@ def test_lines_that_nobody_reads_hold_up_nobody():
     reading, writing = os.pipe()
     fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, 4096)
     os.write(writing, b"x" * 4096)
-    writer = Writer(writing, lambda count: f"{count} lost\n", most=100)
-    log = Log(writer)
-    for number in range(20):
-        writer.write(f"line {number:4}\n")
-    log.line("ready")
-    with open(reading, "rb") as file:
+    with open(writing, "w") as out, open(reading, "rb") as file:
+        writer = Writer(out, lambda count: f"{count} lost\n", most=100)
+        for number in range(20):
+            writer.write(f"line {number:4}\n")
+        Log(writer).line("ready")
         assert file.read(4096) == b"x" * 4096
         there = [f"line {number:4}\n" for number in range(10)]
         assert [file.readline().decode() for _ in range(11)] == [*there, "11 lost\n"]
         writer.write("later\n")
         writer.close(PATIENCE_S)
-        os.close(writing)
+        out.close()
         assert file.read() == b"later\n"
 
 
 def test_a_writer_that_cannot_write_ends_nothing():
     reading, writing = os.pipe()
     os.close(reading)
-    writer = Writer(writing)
-    writer.write("x\n")
+    with open(writing, "w") as out:
+        writer = Writer(out)
+        writer.write("x\n")
+        writer.close(PATIENCE_S)
+        writer.write("y\n")
+    closed = io.StringIO()
+    closed.close()
+    for out in (closed, _Full("flush")):
+        writer = Writer(out)
+        writer.write("x\n")
+        writer.close(PATIENCE_S)
+
+
+def test_a_file_without_a_descriptor_is_written_as_it_is():
+    """As a notebook's."""
+    out = io.StringIO()
+    writer = Writer(out)
+    Log(writer).line("ready")
     writer.close(PATIENCE_S)
-    writer.write("y\n")
-    os.close(writing)
+    assert json.loads(out.getvalue())["event"] == "ready"
 
 
 @pytest.mark.parametrize("kind", ["full disk", "unread pipe"])

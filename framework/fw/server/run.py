@@ -63,7 +63,7 @@ def _run(settings: Settings, listening: socket.socket, starting: Starting) -> in
     def stop() -> None:
         server.should_exit = True
 
-    told, log = Writer(sys.stdout.fileno()), Writer(sys.stderr.fileno(), lines_lost)
+    told, log = Writer(sys.stdout), Writer(sys.stderr, lines_lost)
 
     def say(text: str) -> None:
         told.write(text + "\n")

@@ -7,24 +7,30 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from typing import TextIO
 
 _MOST = 4 << 20
 """Characters that wait."""
 
 
 class Writer:
-    """Writes to a descriptor in a thread of its own: a pipe that is full and that nobody reads holds up nobody.
+    """Writes to a file in a thread of its own: a pipe that is full and that nobody reads holds up nobody.
 
     What comes while as much waits as may is lost, as what cannot be written is. Python's own files have locks, which a thread that waits
-    in one would hold for ever, and with them the end of the process; hence a descriptor.
+    in one would hold for ever, and with them the end of the process; hence their descriptors are written to, where they have one.
 
     Args:
         lost: what is written where lines were lost, given their number.
         most: characters that may wait.
     """
 
-    def __init__(self, descriptor: int, lost: Callable[[int], str] = lambda count: "", most: int = _MOST) -> None:
-        self._descriptor, self._most, self._tell_lost = descriptor, most, lost
+    def __init__(self, out: TextIO, lost: Callable[[int], str] = lambda count: "", most: int = _MOST) -> None:
+        self._out, self._most, self._tell_lost = out, most, lost
+        try:
+            out.flush()
+            self._descriptor: int | None = out.fileno()
+        except (OSError, ValueError):  # a notebook's, or one that is closed
+            self._descriptor = None
         self._waiting: deque[str] = deque()
         self._size, self._lost, self._closed = 0, 0, False
         self._changed = threading.Condition()
@@ -61,7 +67,8 @@ class Writer:
                 if not self._waiting:
                     return
                 text = self._waiting[0]
-            self._write(text.encode("utf-8", "backslashreplace"))
+            with suppress(OSError, ValueError):
+                self._write(text)
             with self._changed:
                 self._waiting.popleft()
                 self._size -= len(text)
@@ -69,7 +76,11 @@ class Writer:
                     count, self._lost = self._lost, 0
                     self._put(self._tell_lost(count))
 
-    def _write(self, content: bytes) -> None:
-        with suppress(OSError):
-            while content:
-                content = content[os.write(self._descriptor, content) :]
+    def _write(self, text: str) -> None:
+        if self._descriptor is None:
+            self._out.write(text)
+            self._out.flush()
+            return
+        content = text.encode("utf-8", "backslashreplace")
+        while content:
+            content = content[os.write(self._descriptor, content) :]
