@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -78,3 +79,8 @@ def test_config_prints_what_it_resolves_to(workspace, capsys):
     assert "seed: 20" in capsys.readouterr().out
     assert main(["config", "tiny.yaml", "train.seed=${train.max_steps}", "--unresolved"]) == 0
     assert "seed: ${train.max_steps}" in capsys.readouterr().out
+    adapters = "peft={name: lora, ranks: {'layers.0.self_attn.q_proj': 4}}"  # a key with dots is one
+    assert main(["config", "tiny.yaml", adapters, "--origin"]) == 0
+    assert "peft.ranks.layers.0.self_attn.q_proj: 4" in capsys.readouterr().out
+    assert main(["config", "tiny.yaml", adapters, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["peft.ranks.layers.0.self_attn.q_proj"]["value"] == 4

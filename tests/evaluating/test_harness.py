@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -131,6 +133,7 @@ def test_some_questions_with_texts_beside(place):
         (["--tasks", "choices", "--limit", "0"], "--limit: 0 is too small"),
         (["--text", "a=x", "--text", "a=y"], "two sets are called a"),
         (["--text", "x", "--output", "nowhere/file.json"], "there is no directory nowhere"),
+        (["--text", "x", "--output", "/"], "--output: / is a directory; name a file"),
     ],
 )
 def test_what_is_wrong_is_said(place, words, sentence):
@@ -156,3 +159,51 @@ def test_what_a_task_wants_and_nobody_knows_is_said():
     assert _settings({"until": "z", "max_gen_toks": 5}) == {"stop": ["z"], "max_tokens": 5, "temperature": 0.0, "logprobs": None}
     with pytest.raises(UserError, match="penalty_alpha"):
         _settings({"until": ["z"], "penalty_alpha": 0.5})
+
+
+def test_what_cannot_be_computed_is_no_answer(place):
+    """And no score."""
+    import torch
+
+    import fw as library
+    from fw.errors import UserError
+    from fw.evaluating.harness import run_tasks
+
+    llm = library.LLM(place / "model", dtype="fp32", device="cpu", max_context=CONTEXT)
+    with torch.no_grad():
+        for parameter in llm.model.parameters():
+            parameter.fill_(torch.nan)
+    for task, sentence in (("answers", "not computed to its end: no token can be chosen"), ("choices", "log-probabilities are no numbers")):
+        with pytest.raises(UserError, match=sentence):
+            run_tasks(llm, [task], include=place / "tasks", shots=0)
+
+
+def test_a_template_without_a_place_for_systems_leaves_them_out():
+    from fw.errors import UserError
+    from fw.evaluating.harness import OnEngine
+
+    def written(messages, **_):
+        if any(message["role"] == "system" for message in messages):
+            raise UserError("System role not supported")
+        if not messages:
+            raise UserError("nothing")
+        return "".join(message["content"] for message in messages)
+
+    engine = OnEngine(SimpleNamespace(tokenizer=SimpleNamespace(apply_chat_template=written)))
+    system, user = {"role": "system", "content": "be kind"}, {"role": "user", "content": "who"}
+    assert engine.apply_chat_template([system, user]) == "who"
+    with pytest.raises(UserError, match="nothing"):
+        engine.apply_chat_template([])
+
+
+def test_what_was_kept_is_there_until_there_is_more(tmp_path, monkeypatch):
+    from fw.cli import eval as command
+    from fw.errors import UserError
+
+    file, link = tmp_path / "all.json", tmp_path / "link.json"
+    link.symlink_to(file)
+    command._keep({"text": 1}, link)
+    monkeypatch.setattr(Path, "write_text", lambda path, text: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    with pytest.raises(UserError, match=r"link\.json cannot be written: No space left"):
+        command._keep({"text": 2}, link)
+    assert json.loads(file.read_bytes()) == {"text": 1} and link.is_symlink() and len(list(tmp_path.iterdir())) == 2

@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import fw as package
 from fw import UserError, load_model, save_model
+from fw.pretrained.directory import named_base
 from models.architectures import make, save
 
 IDS = torch.arange(1, 31)[None]
@@ -347,3 +348,18 @@ def test_shapes_that_cannot_be_are_refused(tmp_path):
     ):
         with pytest.raises(UserError, match=says):
             shape_of(tmp_path / directory, **fields)
+
+
+@pytest.mark.parametrize(
+    ("base", "revision", "named"),
+    [
+        ("org/name", "abc123", "org/name@abc123"),
+        ("org/name", None, "org/name"),
+        ("org/name@main", "abc123", "org/name@main"),
+        (".", "abc123", "."),
+    ],
+)
+def test_an_adapters_base_is_of_the_revision_that_it_names(tmp_path, base, revision, named):
+    told = {"peft_type": "LORA", "base_model_name_or_path": base, "revision": revision}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(told))
+    assert named_base(tmp_path) == named

@@ -9,6 +9,7 @@ import torch
 
 import fw
 from fw.cli import main
+from fw.errors import UserError
 from fw.meter.allocations import allocations
 from fw.pretrained import changes
 
@@ -94,6 +95,9 @@ def test_logits_are_those_of_the_base_with_the_adapter_beside_it(tmp_path, dora,
         expected = fw.load_model(tmp_path / "base", dtype=kept_as, adapter=tmp_path / "adapter")(ids).float()
         found = fw.load_model(tmp_path / "made", dtype=kept_as)(ids).float()
         theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "made", dtype=kept_as)(ids).logits.float()
+    with pytest.raises(UserError, match="the model has an adapter, which a model directory cannot hold; fw checkpoint merge"):
+        fw.save_model(fw.load_model(tmp_path / "base", adapter=tmp_path / "adapter"), tmp_path / "lost")
+    assert not (tmp_path / "lost").exists()
     assert (expected - plain).norm() > 0.1 * expected.norm()
     assert (found - expected).norm() <= tolerance * expected.norm()
     assert (theirs - expected).norm() <= tolerance * expected.norm()

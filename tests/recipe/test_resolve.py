@@ -34,11 +34,11 @@ def test_defaults_fill_what_nobody_wrote(recipe):
 
 def test_every_value_has_an_origin(recipe):
     origins = recipe("train.seed=7", "precision=bf16").origins()
-    assert str(origins["train.seed"]) == "override train.seed=7"
-    assert str(origins["precision.name"]) == "override precision=bf16"
-    assert origins["optimizer.eps"] == DEFAULT
+    assert str(origins["train", "seed"]) == "override train.seed=7"
+    assert str(origins["precision", "name"]) == "override precision=bf16"
+    assert origins["optimizer", "eps"] == DEFAULT
     lines = Path("tiny.yaml").read_text().splitlines()
-    origin = origins["model.hidden_size"]
+    origin = origins["model", "hidden_size"]
     assert origin.source == "tiny.yaml" and "hidden_size" in lines[origin.line - 1]
 
 

@@ -34,12 +34,12 @@ def run(options: argparse.Namespace) -> int:
     elif options.json:
         print(
             json.dumps(
-                {path: {"value": _value(recipe.tree, path), "origin": str(origin)} for path, origin in origins.items()},
+                {".".join(path): {"value": _value(recipe.tree, path), "origin": str(origin)} for path, origin in origins.items()},
                 indent=1,
             )
         )
     elif options.origin:
-        shown = {path: f"{path}: {_scalar(_value(recipe.tree, path))}" for path in origins}
+        shown = {path: f"{'.'.join(path)}: {_scalar(_value(recipe.tree, path))}" for path in origins}
         width = min(60, max(map(len, shown.values())))
         for path, origin in origins.items():
             print(f"{shown[path]:<{width}}  # {origin}")
@@ -48,8 +48,8 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _value(tree: object, path: str) -> object:
-    for part in path.split("."):
+def _value(tree: object, path: tuple[str, ...]) -> object:
+    for part in path:
         tree = tree[int(part)] if isinstance(tree, list) else tree[part]  # type: ignore[index]
     return tree
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
@@ -48,8 +49,8 @@ def run(options: argparse.Namespace) -> int:
     for name, given, least in (("num-fewshot", options.num_fewshot, 0), ("limit", options.limit, 1)):
         if given is not None and given < least:
             raise UserError(f"--{name}: {given} is too small; the least is {least}")
-    if options.output is not None and not options.output.parent.is_dir():
-        raise UserError(f"--output: there is no directory {options.output.parent}")
+    if options.output is not None:
+        _check_output(options.output)
     from fw.evaluating.held_out import TextSet
 
     sets = [TextSet.of(words) for words in options.text]
@@ -94,16 +95,37 @@ def _evaluated(llm: Any, sets: list[Any], tasks: list[str], options: argparse.Na
             llm, tasks, include=options.include_path, shots=options.num_fewshot, limit=options.limit, chat=options.chat
         )
         told["tasks"] = found
-        _keep(told, options.output)
         if not options.json:
-            print(harness.table(found))
+            print(harness.table(found), flush=True)
+        _keep(told, options.output)
     return told
+
+
+def _check_output(file: Path) -> None:
+    """Before hours are spent on what is to be in it."""
+    if not file.parent.is_dir():
+        raise UserError(f"--output: there is no directory {file.parent}")
+    if file.is_dir():
+        raise UserError(f"--output: {file} is a directory; name a file")
+    if not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise UserError(f"--output: {file} cannot be written; name another file")
 
 
 def _keep(told: dict[str, Any], file: Path | None) -> None:
     """What is known so far: what comes next may take hours."""
-    if file is not None:
-        file.write_text(json.dumps(told, indent=1, default=str) + "\n")
+    if file is None:
+        return
+    text = json.dumps(told, indent=1, default=str) + "\n"
+    if file.exists() and not file.is_file():  # a pipe
+        file.write_text(text)
+        return
+    aside = file.with_name(f".{file.name}.{os.getpid()}")
+    try:
+        aside.write_text(text)
+        os.replace(aside, file.resolve())
+    except OSError as error:
+        aside.unlink(missing_ok=True)
+        raise UserError(f"--output: {file} cannot be written: {error.strerror or error}") from None
 
 
 def _short(tasks: dict[str, Any]) -> dict[str, Any]:

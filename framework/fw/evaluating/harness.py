@@ -74,13 +74,24 @@ class OnEngine(TemplateLM):  # type: ignore[misc]
         return self._llm.tokenizer.fingerprint if chat_template else None
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """A conversation as text, open for the answer or for more of the last message."""
-        return self._llm.tokenizer.apply_chat_template(
-            chat_history,
-            tokenize=False,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=not add_generation_prompt,
-        )
+        """A conversation as text, open for the answer or for more of the last message; without its system message where the template has
+        no place for one, as the harness does it with other models."""
+
+        def written(messages: list[dict[str, str]]) -> str:
+            return self._llm.tokenizer.apply_chat_template(
+                messages,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=not add_generation_prompt,
+            )
+
+        try:
+            return written(chat_history)
+        except UserError:
+            others = [message for message in chat_history if message["role"] != "system"]
+            if len(others) == len(chat_history):
+                raise
+            return written(others)
 
     def _loglikelihood_tokens(self, requests: Sequence[Any], disable_tqdm: bool = False, **_: Any) -> list[tuple[float, bool]]:
         asked = [Continuation(before, own) for _, before, own in requests]
@@ -109,7 +120,10 @@ class OnEngine(TemplateLM):  # type: ignore[misc]
                 raise UserError(f"--tasks: an answer of {settings['max_tokens']} tokens leaves no room for what is asked")
             prompts = [self.tok_encode(requests[number].args[0])[-room:] for number in numbers]
             answers = self._llm.generate(prompts, progress=not disable_tqdm, **settings)
-            found |= {number: answer.text for number, answer in zip(numbers, answers, strict=True)}
+            for number, answer in zip(numbers, answers, strict=True):
+                if answer.error:
+                    raise UserError(f"--tasks: an answer was not computed to its end: {answer.error}")
+                found[number] = answer.text
         return [found[number] for number in range(len(requests))]
 
     def _ending(self, settings: dict[str, Any]) -> dict[str, Any]:

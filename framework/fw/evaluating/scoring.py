@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -100,5 +101,7 @@ def _of_last(first: int) -> Sampling:
 def _score(result: Result, own: Sequence[int]) -> Score:
     if result.error:
         raise UserError(result.error)
+    if math.isnan(logprob := sum(result.prompt_logprobs)):
+        raise UserError("log-probabilities are no numbers: logits are not finite; inference.dtype=fp32 gives them more range")
     likeliest = all(next(iter(top)) == token for top, token in zip(result.prompt_top_logprobs, own, strict=True))
-    return Score(sum(result.prompt_logprobs), likeliest)
+    return Score(logprob, likeliest)

@@ -26,7 +26,7 @@ from fw.meter.memory import available_bytes
 from fw.place import place
 from fw.planned import is_gpu, planned_gpu
 from fw.pretrained import load_model
-from fw.pretrained.directory import read_adapter_config, read_config
+from fw.pretrained.directory import named_base, read_config
 from fw.pretrained.low_rank import read_low_rank, refuse_virtual_tokens
 from fw.recipe.inference import InferenceRecipe
 
@@ -164,9 +164,7 @@ def base_of(path: str | Path) -> Path:
         UserError: there is none.
     """
     if inside(Path(path), CONFIG) is None and (adapter := inside(Path(path), ADAPTER_CONFIG)):
-        path = read_adapter_config(place(adapter)).get("base_model_name_or_path") or ""
-        if not path:
-            raise UserError(f"{adapter / ADAPTER_CONFIG} names no base; give the base, and the adapter with it")
+        path = named_base(adapter)
     return find(path)
 
 

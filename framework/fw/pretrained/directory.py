@@ -41,6 +41,19 @@ def read_adapter_config(directory: Path | Place) -> dict[str, Any]:
     return config
 
 
+def named_base(adapter: Path) -> str:
+    """The model that an adapter is of, of the hub's in the revision that it names, as peft has it.
+
+    Raises:
+        UserError: it names none, or as :func:`read_adapter_config`.
+    """
+    config = read_adapter_config(adapter)
+    base, revision = config.get("base_model_name_or_path") or "", config.get("revision")
+    if not base:
+        raise UserError(f"{adapter / ADAPTER_CONFIG} names no base; give the base, and the adapter with it")
+    return f"{base}@{revision}" if revision and "@" not in base and not Path(base).exists() else base
+
+
 def _json_object(directory: Place, name: str, what: str) -> dict[str, Any]:
     path = directory / name
     try:

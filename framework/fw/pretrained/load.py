@@ -29,7 +29,7 @@ from fw.kinds.quantization import QuantizationPlugin
 from fw.locate import ADAPTER_CONFIG, CONFIG, find, inside
 from fw.meter.memory import available_bytes
 from fw.planned import is_gpu
-from fw.pretrained.directory import read_adapter_config
+from fw.pretrained.directory import named_base
 from fw.pretrained.division import Division
 from fw.pretrained.new_directory import new_directory
 from fw.pretrained.reading import peft_for
@@ -120,9 +120,7 @@ def structure(
         raise UserError(f"model '{model}' takes no path, so no directory can be loaded with it; use auto or hf")
     if adapter is None and inside(Path(path), CONFIG) is None and (found := inside(Path(path), ADAPTER_CONFIG)):
         adapter = found
-        path = read_adapter_config(found).get("base_model_name_or_path") or ""
-        if not path:
-            raise UserError(f"{found / ADAPTER_CONFIG} names no base; give the base, and the adapter with it")
+        path = named_base(found)
     plugin = model_cls(model_cls.Config(path=str(path)))
     assert plugin.weights is not None
     chosen = make(AttentionPlugin, attention) if isinstance(attention, str) else attention
@@ -146,8 +144,14 @@ def save_model(
     """Write a model directory that transformers and :func:`load_model` read: config.json, safetensors, and the tokenizer's files.
 
     Raises:
-        UserError: there is something at ``path`` already, and it is not to be overwritten; files cannot hold what is quantized.
+        UserError: there is something at ``path`` already, and it is not to be overwritten; files cannot hold what is quantized; the model
+            has an adapter, which a directory of its own holds.
     """
+    if model.adapters is not None:
+        raise UserError(
+            "the model has an adapter, which a model directory cannot hold; fw checkpoint merge puts it into the weights, and without it"
+            " they are those of its base"
+        )
     stored = {name: tensor.detach() for name, tensor in model.stored().items()}
     codes = {name for weight in model.quantized.values() for name in weight.kept}
     tensors = parts(model, {name: tensor for name, tensor in stored.items() if name not in codes})

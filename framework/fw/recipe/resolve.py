@@ -151,9 +151,9 @@ class Recipe:
         """Where the run's checkpoints go."""
         return place(self.checkpoint.config.to or self.run_dir / "checkpoints")
 
-    def origins(self) -> dict[str, Origin]:
-        """Every value of :attr:`tree` by its dotted path, and where it came from."""
-        return {".".join(path): self._origin(path) for path in _leaves(self.tree)}
+    def origins(self) -> dict[tuple[str, ...], Origin]:
+        """Every value of :attr:`tree` by its path, and where it came from."""
+        return {path: self._origin(path) for path in _leaves(self.tree)}
 
     def _origin(self, path: tuple[str, ...]) -> Origin:
         if path in self.config.origins:

@@ -109,7 +109,7 @@ def describe(recipe: Recipe, directory: Path) -> None:
     """
     (directory / "config.yaml").write_text(to_yaml(recipe.config.tree))
     (directory / "config.resolved.yaml").write_text(to_yaml(recipe.tree))
-    origins = {path: str(origin) for path, origin in recipe.origins().items()}
+    origins = {".".join(path): str(origin) for path, origin in recipe.origins().items()}
     (directory / "origins.json").write_text(json.dumps(origins, indent=1) + "\n")
     (directory / "plugins.json").write_text(json.dumps(recipe.plugin_versions(), indent=1) + "\n")
 
