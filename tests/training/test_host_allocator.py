@@ -18,8 +18,9 @@ if sys.argv[1] == "keep":
 def faults(steps):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     for _ in range(steps):
-        # larger than glibc's own moving threshold ever gets at first, as activations are
-        kept = [torch.ones(5 * 2**20) for _ in range(4)]
+        # larger than glibc's own moving threshold ever gets at first, as activations are, and than the largest that may be given, as
+        # gradients of embeddings are
+        kept = [torch.ones(5 * 2**20) for _ in range(4)] + [torch.ones(20 * 2**20)]
         del kept
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 faults(5)
