@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import fw
 import tokens
+from fw.inference.results import Result
 from models.architectures import VOCABULARY, save
 
 TEMPLATE = (
@@ -21,3 +25,20 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save("llama", place)
     tokens.save(place, VOCABULARY, TEMPLATE)
     return place
+
+
+@pytest.fixture(scope="module")
+def llm(directory: Path) -> fw.LLM:
+    """It, by the Python interface."""
+    return fw.LLM(directory, dtype="fp32")
+
+
+@pytest.fixture(scope="session")
+def alone() -> Callable[..., Result]:
+    """The likeliest answer of a model to one prompt."""
+
+    def answer(llm: fw.LLM, prompt: Any, **settings: Any) -> Result:
+        (result,) = llm.generate(prompt, **{"temperature": 0, "max_tokens": 12, **settings})
+        return result
+
+    return answer

@@ -7,7 +7,6 @@ import json
 import pytest
 from hypothesis import given, settings, strategies as st
 
-import fw as library
 from batch_lines import answers, written
 from fw.inference.batch import run_batch
 from fw.inference.openai import asked
@@ -69,11 +68,6 @@ BAD = [
     ('{"custom_id": "q", "url": "/v1/completions", "body": {"prompt": "a", "tools": []}}', "'tools' is not honoured"),
     ('{"custom_id": "q", "url": "/v1/completions", "body": {"prompt": "a", "logit_bias": 5}}', "no object of token ids"),
 ]
-
-
-@pytest.fixture(scope="module")
-def llm(directory):
-    return library.LLM(directory, dtype="fp32")
 
 
 def test_lines_of_both_formats(llm, tmp_path):

@@ -33,11 +33,6 @@ main(sys.argv[1:])
 """
 
 
-@pytest.fixture(scope="module")
-def llm(directory):
-    return library.LLM(directory, dtype="fp32")
-
-
 def test_lines_are_those_that_editors_count(llm, tmp_path):
     source = tmp_path / "in.jsonl"
     source.write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\r\n\r\n{"prompt":\r"b"}\n\xc2\xa0\n{"prompt": "c"}')

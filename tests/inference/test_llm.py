@@ -27,17 +27,7 @@ from models.architectures import VOCABULARY, save
 PROMPT = "the quick brown fox"
 
 
-@pytest.fixture(scope="module")
-def llm(directory):
-    return fw.LLM(directory, dtype="fp32")
-
-
-def alone(llm, prompt, **settings):
-    (result,) = llm.generate(prompt, **{"temperature": 0, "max_tokens": 12, **settings})
-    return result
-
-
-def test_prompts_of_all_kinds(llm):
+def test_prompts_of_all_kinds(llm, alone):
     ids = llm.tokenizer.encode(PROMPT)
     messages = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "who"}]
     rendered = llm.tokenizer.encode("s.be kind!u.who!a.", add_special_tokens=False)
@@ -48,7 +38,7 @@ def test_prompts_of_all_kinds(llm):
     assert many[0].text == llm.tokenizer.decode(many[0].token_ids, skip_special_tokens=True)
 
 
-def test_logits_that_are_no_numbers_end_an_answer(directory):
+def test_logits_that_are_no_numbers_end_an_answer(directory, alone):
     """And no other one of the same steps."""
     llm = fw.LLM(directory, dtype="fp32")
     run = llm.engine.runner.run
@@ -76,7 +66,7 @@ def test_logits_that_are_no_numbers_end_an_answer(directory):
     assert failed.error.startswith("no token can be chosen"), "a result for each prompt, of which others are whole"
 
 
-def test_a_step_that_fails_ends_what_had_begun(directory, monkeypatch):
+def test_a_step_that_fails_ends_what_had_begun(directory, monkeypatch, alone):
     """How far its sequences are is not known: no stream goes on with tokens of another one's."""
     llm = fw.LLM(directory, dtype="fp32", max_sequences=2)
     streams = [llm.stream(prompt, temperature=0, max_tokens=9) for prompt in ("abc", "hello", "later")]
@@ -92,7 +82,7 @@ def test_a_step_that_fails_ends_what_had_begun(directory, monkeypatch):
     assert not len(llm.engine) and not llm.engine.scheduler.cache.pool.tables
 
 
-def test_an_interrupt_waits_for_the_end_of_a_step(directory, monkeypatch):
+def test_an_interrupt_waits_for_the_end_of_a_step(directory, monkeypatch, alone):
     llm = fw.LLM(directory, dtype="fp32")
     expected = [alone(llm, prompt, max_tokens=9).token_ids for prompt in ("abc", "hello")]
     first, second = (llm.stream(prompt, temperature=0, max_tokens=9) for prompt in ("abc", "hello"))
@@ -117,7 +107,7 @@ def test_an_interrupt_waits_for_the_end_of_a_step(directory, monkeypatch):
     assert found == expected[1] and not len(llm.engine)
 
 
-def test_chance_comes_from_the_seed_alone(llm):
+def test_chance_comes_from_the_seed_alone(llm, alone):
     one = alone(llm, PROMPT, temperature=1.0, seed=5)
     others = llm.generate(["abc", PROMPT, "x" * 30], temperature=1.0, seed=5, max_tokens=12)
     assert others[1].token_ids == one.token_ids, "beside others"
@@ -126,7 +116,7 @@ def test_chance_comes_from_the_seed_alone(llm):
     assert len(unseeded) == 3
 
 
-def test_several_answers(llm):
+def test_several_answers(llm, alone):
     result = alone(llm, PROMPT, n=4, temperature=1.0, seed=1)
     assert [each.index for each in result.completions] == [0, 1, 2, 3]
     assert len({tuple(each.token_ids) for each in result.completions}) == 4
@@ -136,7 +126,7 @@ def test_several_answers(llm):
     assert [sum(each.logprobs) / len(each.logprobs) for each in best.completions] == pytest.approx(means[:2], abs=1e-5)
 
 
-def test_what_ends_an_answer(llm):
+def test_what_ends_an_answer(llm, alone):
     whole = alone(llm, PROMPT, max_tokens=20)
     token, text = whole.token_ids[6], whole.text
     result = alone(llm, PROMPT, max_tokens=20, stop_token_ids=[token])
@@ -148,14 +138,14 @@ def test_what_ends_an_answer(llm):
     assert alone(llm, PROMPT, max_tokens=20, stop=text[5:7], min_tokens=15).token_ids[:15] == whole.token_ids[:15]
 
 
-def test_logprobs_beside_the_token(llm):
+def test_logprobs_beside_the_token(llm, alone):
     result = alone(llm, PROMPT, logprobs=4)
     for token, logprob, top in zip(result.token_ids, result.logprobs, result.top_logprobs, strict=True):
         assert len(top) == 4 and next(iter(top)) == token and top[token] == pytest.approx(logprob)
     assert alone(llm, PROMPT, logprobs=None).logprobs == []
 
 
-def test_the_models_own_ways(directory, tmp_path):
+def test_the_models_own_ways(directory, tmp_path, alone):
     """``generation_config.json``: what ends a text, and how tokens are chosen."""
     greedy = alone(fw.LLM(directory), PROMPT, max_tokens=30)
     copy = tmp_path / "model"
@@ -173,7 +163,7 @@ def test_the_models_own_ways(directory, tmp_path):
     assert len(longer) >= 10 and end not in longer[:9]
 
 
-def test_a_model_that_is_not_drawn_from(directory, tmp_path):
+def test_a_model_that_is_not_drawn_from(directory, tmp_path, alone):
     """As transformers generates with the file: the likeliest tokens, and the penalty; a request may say otherwise."""
     shutil.copytree(directory, tmp_path, dirs_exist_ok=True)
     said = {"do_sample": False, "temperature": 0.7, "top_k": 3, "repetition_penalty": 1.3}
@@ -222,7 +212,7 @@ def test_torch_has_its_threads_where_products_are_its_own(tmp_path, case, thread
     assert set(found) == {threads}
 
 
-def test_an_end_that_the_model_does_not_have(directory, tmp_path):
+def test_an_end_that_the_model_does_not_have(directory, tmp_path, alone):
     shutil.copytree(directory, tmp_path, dirs_exist_ok=True)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 131, -1]}))
     llm = fw.LLM(tmp_path, dtype="fp32")
@@ -249,7 +239,7 @@ def test_a_gpu_that_is_not_there(monkeypatch, count, there):
         device_of("cuda:9")
 
 
-def test_an_adapter_stays_beside_the_weights(directory, tmp_path):
+def test_an_adapter_stays_beside_the_weights(directory, tmp_path, alone):
     base = AutoModelForCausalLM.from_pretrained(directory)
     adapted = get_peft_model(base, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM"))
     adapted.save_pretrained(tmp_path)
@@ -261,7 +251,7 @@ def test_an_adapter_stays_beside_the_weights(directory, tmp_path):
     assert alone(llm, PROMPT, ignore_eos=True).token_ids != alone(fw.LLM(directory), PROMPT, ignore_eos=True).token_ids
 
 
-def test_weights_of_four_bits(directory):
+def test_weights_of_four_bits(directory, alone):
     """Against the same weights, made of their codes once and for all."""
     kept = fw.load_model(directory, quantization="nf4")
     result = alone(fw.LLM(directory, quantization="nf4"), PROMPT)
@@ -294,7 +284,7 @@ def test_weights_of_eight_bits(directory, weights, error):
 
 
 @pytest.mark.parametrize("kv_cache", ["paged", "contiguous"])
-def test_memory_follows_use(directory, kv_cache):
+def test_memory_follows_use(directory, kv_cache, alone):
     """Room for 2 GiB of keys and values takes none before there are any."""
     before = anonymous_bytes()
     llm = fw.LLM(directory, kv_cache=kv_cache, kv_budget="2GiB")
@@ -303,7 +293,7 @@ def test_memory_follows_use(directory, kv_cache):
     assert 0 < llm.engine.scheduler.cache.live_bytes < 1 << 20 if kv_cache == "paged" else not llm.engine.scheduler.cache.live_bytes
 
 
-def test_a_context_that_does_not_fit_is_said(directory, capsys):
+def test_a_context_that_does_not_fit_is_said(directory, capsys, alone):
     llm = fw.LLM(directory, kv_budget="60KiB")
     assert "fit 60 KiB, so no sequence may have more, instead of 256" in capsys.readouterr().out
     assert llm.engine.context == 60 * 1024 // (2 * 3 * 2 * 12 * 4) // 16 * 16

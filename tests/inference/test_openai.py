@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import pytest
 from tokenizers import Tokenizer as Backend, decoders, models
 
-import fw
 from fw.errors import UserError
 from fw.inference.openai import CHAT, TEXT, Asked, asked, choice
 from fw.inference.options import Sampling
@@ -15,11 +14,6 @@ from fw.inference.results import Completion, Result
 from fw.tokenizer import TextStream, Tokenizer
 
 MESSAGES = [{"role": "user", "content": "who"}]
-
-
-@pytest.fixture(scope="module")
-def llm(directory):
-    return fw.LLM(directory, dtype="fp32")
 
 
 @pytest.mark.parametrize("more", [{}, {"temperature": 2}, {"n": 3, "seed": 5}, {"temperature": 1e-39}])

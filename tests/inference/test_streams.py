@@ -14,17 +14,7 @@ from fw.inference.results import Result
 PROMPT = "the quick brown fox"
 
 
-@pytest.fixture(scope="module")
-def llm(directory):
-    return fw.LLM(directory, dtype="fp32")
-
-
-def alone(llm, prompt, **settings):
-    (result,) = llm.generate(prompt, **{"temperature": 0, "max_tokens": 12, **settings})
-    return result
-
-
-def test_answers_as_they_come(llm):
+def test_answers_as_they_come(llm, alone):
     whole = alone(llm, PROMPT, max_tokens=20)
     deltas = list(llm.stream(PROMPT, temperature=0, max_tokens=20))
     assert [delta.token for delta in deltas] == whole.token_ids
@@ -37,7 +27,7 @@ def test_answers_as_they_come(llm):
     assert not len(llm.engine), "who stops listening ends it"
 
 
-def test_answers_as_they_come_beside_others(llm):
+def test_answers_as_they_come_beside_others(llm, alone):
     """Streams in turns, and whatever else is asked between two of their tokens, on any of which the last of another may come."""
     prompts = [PROMPT, "abc", "hello"]
     lengths = [9, 30, 17]
@@ -66,7 +56,7 @@ def test_a_stream_whose_result_somebody_else_took_says_so(llm):
         list(stream)
 
 
-def test_a_stream_that_is_left_amid_a_step_ends_with_it(llm, monkeypatch):
+def test_a_stream_that_is_left_amid_a_step_ends_with_it(llm, monkeypatch, alone):
     """As a generator that the garbage collector finds there does."""
     expected = alone(llm, "abc").token_ids
     left = llm.stream(PROMPT, temperature=0, max_tokens=30)

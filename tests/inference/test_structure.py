@@ -49,11 +49,6 @@ def directory(tmp_path_factory):
     return place
 
 
-@pytest.fixture(scope="module")
-def llm(directory):
-    return fw.LLM(directory, dtype="fp32")
-
-
 def test_json_by_a_schema(llm):
     results = llm.generate(["one", "another one", "x"] * 8, max_tokens=200, temperature=1.5, seed=3, json_schema=SCHEMA)
     values = [json.loads(result.text) for result in results]

@@ -107,8 +107,9 @@ def _check_output(file: Path) -> None:
         raise UserError(f"--output: there is no directory {file.parent}")
     if file.is_dir():
         raise UserError(f"--output: {file} is a directory; name a file")
-    if not os.access(file if file.exists() else file.parent, os.W_OK):
-        raise UserError(f"--output: {file} cannot be written; name another file")
+    for each in (file.resolve().parent, file) if _is_replaced(file) else (file,):
+        if each.exists() and not os.access(each, os.W_OK):
+            raise UserError(f"--output: {each} cannot be written; name another file")
 
 
 def _keep(told: dict[str, Any], file: Path | None) -> None:
@@ -116,16 +117,21 @@ def _keep(told: dict[str, Any], file: Path | None) -> None:
     if file is None:
         return
     text = json.dumps(told, indent=1, default=str) + "\n"
-    if file.exists() and not file.is_file():  # a pipe
-        file.write_text(text)
-        return
-    aside = file.with_name(f".{file.name}.{os.getpid()}")
+    target = file.resolve()
+    aside = target.with_name(f".{target.name}.{os.getpid()}") if _is_replaced(file) else target
     try:
         aside.write_text(text)
-        os.replace(aside, file.resolve())
+        if aside != target:
+            os.replace(aside, target)
     except OSError as error:
-        aside.unlink(missing_ok=True)
+        if aside != target:
+            aside.unlink(missing_ok=True)
         raise UserError(f"--output: {file} cannot be written: {error.strerror or error}") from None
+
+
+def _is_replaced(file: Path) -> bool:
+    """What is written is put in its place as a whole; into a pipe it goes as it is."""
+    return file.is_file() or not file.exists()
 
 
 def _short(tasks: dict[str, Any]) -> dict[str, Any]:

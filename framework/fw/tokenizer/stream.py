@@ -114,8 +114,9 @@ class _Step(ABC):
         """What was held back; then begin anew."""
         return []
 
-    def go_on(self) -> None:  # noqa: B027 - most treat a beginning as the rest
-        """What comes next is no beginning."""
+    def go_on(self) -> None:
+        """What comes next is no beginning; for most that is the same."""
+        return
 
 
 class _Bytes(_Step):
