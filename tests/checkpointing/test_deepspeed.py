@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from conftest import environment
+from fw.checkpointing.deepspeed_pickle import load
 from fw.cli import main
 from fw.errors import UserError
 from fw.pretrained.convert import convert
@@ -147,6 +148,28 @@ def test_a_pickle_runs_nothing(saved, tmp_path, zipped):
     with pytest.raises(UserError, match=r"mkdir" if zipped else "mp_rank_00_model_states"):
         convert(tmp_path / "in", tmp_path / "made")
     assert not witness.exists()
+
+
+class Asked:
+    """Pickled as some releases of Python pickle members of enumerations."""
+
+    def __init__(self, of, name):
+        self.asked = of, name
+
+    def __reduce__(self):
+        return getattr, self.asked
+
+
+def test_members_are_of_stages_alone(saved, tmp_path):
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+
+    for name, stage in ZeroStageEnum.__members__.items():
+        torch.save({"stage": Asked(ZeroStageEnum, name)}, tmp_path / "file.pt")
+        assert load(tmp_path / "file.pt") == {"stage": int(stage)}
+    for of, name in ((ZeroStageEnum, "__class__"), (dict, "fromkeys"), (torch.Tensor, "numpy")):
+        torch.save({"evil": Asked(of, name)}, tmp_path / "file.pt")
+        with pytest.raises(UserError, match=r"file\.pt .*(which could run code and is refused|Unsupported|Unpickling)"):
+            load(tmp_path / "file.pt")
 
 
 def test_other_kinds_are_refused(saved, tmp_path):

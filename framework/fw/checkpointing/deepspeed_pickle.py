@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from pickle import UnpicklingError
+from typing import Any, ClassVar
 
 import torch
 
@@ -18,14 +20,29 @@ class FragmentAddress:
 
 
 class ZeroStage(int):
-    """Stands for ``ZeroStageEnum``."""
+    """Stands for ``ZeroStageEnum``, whose members have these names."""
+
+    BY_NAME: ClassVar[Mapping[str, int]] = {"disabled": 0, "optimizer_states": 1, "gradients": 2, "weights": 3, "max_stage": 3}
+
+
+def member(of: type, name: str) -> ZeroStage:
+    """Stands for ``getattr``, by which Python's enumerations were pickled from 3.11.0 on for a few releases (Debian 12's among them): of
+    nothing but stages.
+
+    Raises:
+        UnpicklingError: it is asked for something else.
+    """
+    if of is not ZeroStage or name not in ZeroStage.BY_NAME:
+        raise UnpicklingError(f"it asks for {name!r} of something, which could run code and is refused")
+    return ZeroStage(ZeroStage.BY_NAME[name])
 
 
 class Scaler:
     """Stands for the loss scalers; their attributes are their state."""
 
 
-_STAND_INS: dict[str, type] = {
+_STAND_INS: dict[str, Callable[..., Any]] = {
+    "builtins.getattr": member,
     "deepspeed.utils.tensor_fragment.fragment_address": FragmentAddress,
     "deepspeed.runtime.zero.config.ZeroStageEnum": ZeroStage,
     "deepspeed.runtime.fp16.loss_scaler.LossScaler": Scaler,
